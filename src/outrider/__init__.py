@@ -1,0 +1,47 @@
+"""Outrider: speculative decoding that never changes the answer.
+
+Importing this package imports nothing heavy; `generate`, `stream` and the rest load on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from outrider.core import SamplingParams, Unsupported
+    from outrider.drafters import ModelDrafter, NgramDrafter, NoDrafter
+    from outrider.hosts.transformers import Generation, custom_generate, generate, stream
+
+_HOMES = {
+    "Generation": "outrider.hosts.transformers",
+    "ModelDrafter": "outrider.drafters",
+    "NgramDrafter": "outrider.drafters",
+    "NoDrafter": "outrider.drafters",
+    "SamplingParams": "outrider.core",
+    "Unsupported": "outrider.core",
+    "custom_generate": "outrider.hosts.transformers",
+    "generate": "outrider.hosts.transformers",
+    "stream": "outrider.hosts.transformers",
+}
+
+__all__ = [
+    "Generation",
+    "ModelDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "SamplingParams",
+    "Unsupported",
+    "__version__",
+    "custom_generate",
+    "generate",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'outrider' has no attribute {name!r}")

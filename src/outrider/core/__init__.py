@@ -1,0 +1,71 @@
+"""The theory. Pure PyTorch: no kernels, no engine. Read `proposal`, `rules`, `settle`, `loop`."""
+
+from outrider.core.coins import Coins, KeyedCoins, Stream, gumbel_noise, murmur_hash32
+from outrider.core.errors import DraftFault, OutriderError, Unsupported
+from outrider.core.loop import Budget, Drafter, Host, Step, step
+from outrider.core.proposal import (
+    ROOT,
+    ChainLaw,
+    Draft,
+    Law,
+    PointMass,
+    Proposal,
+    Sampled,
+    Siblings,
+    chain,
+)
+from outrider.core.request import FinishReason, Request
+from outrider.core.rules import (
+    RuleName,
+    Verdict,
+    verify,
+    verify_block,
+    verify_match,
+    verify_residual,
+)
+from outrider.core.sampling import Grammar, SamplingParams
+from outrider.core.settle import Outcome, settle
+from outrider.core.stats import Stats
+from outrider.core.target import TRANSFORMS, Rows, TargetLaw, target_law
+
+__all__ = [
+    "ROOT",
+    "TRANSFORMS",
+    "Budget",
+    "ChainLaw",
+    "Coins",
+    "Draft",
+    "DraftFault",
+    "Drafter",
+    "FinishReason",
+    "Grammar",
+    "Host",
+    "KeyedCoins",
+    "Law",
+    "Outcome",
+    "OutriderError",
+    "PointMass",
+    "Proposal",
+    "Request",
+    "Rows",
+    "RuleName",
+    "Sampled",
+    "SamplingParams",
+    "Siblings",
+    "Stats",
+    "Step",
+    "Stream",
+    "TargetLaw",
+    "Unsupported",
+    "Verdict",
+    "chain",
+    "gumbel_noise",
+    "murmur_hash32",
+    "settle",
+    "step",
+    "target_law",
+    "verify",
+    "verify_block",
+    "verify_match",
+    "verify_residual",
+]

@@ -1,0 +1,20 @@
+"""Errors that say what, where, and what to do."""
+
+from __future__ import annotations
+
+
+class OutriderError(Exception):
+    """Base class of every error that Outrider raises on purpose."""
+
+
+class Unsupported(OutriderError):
+    """A combination that cannot be served exactly, refused instead of approximated."""
+
+    def __init__(self, what: str, *, fix: str) -> None:
+        super().__init__(f"{what}; {fix}")
+        self.what = what
+        self.fix = fix
+
+
+class DraftFault(OutriderError):
+    """A proposal that cannot be used. It costs speed only: the request goes on with K = 0."""

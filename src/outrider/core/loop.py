@@ -1,0 +1,100 @@
+"""The loop: propose, forward, verify, settle. Values in, values out.
+
+A *host* runs the target model; a *drafter* proposes. Neither knows the other, and both are small
+protocols, so that an engine or a drafter can be added without touching the theory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from outrider.core.coins import Coins, Stream
+from outrider.core.proposal import Law, Proposal
+from outrider.core.request import Request
+from outrider.core.rules import RuleName, Verdict, verify
+from outrider.core.settle import Outcome, settle
+from outrider.core.target import Rows, TargetLaw, target_law
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a drafter may propose in this step, and with which coins.
+
+    max_drafts: [B] the most drafts for each request, 0 included
+    rule: that will judge them. `match` has no use for the law of the drafts; a drafter that draws
+          at random does best by guessing with the target's own coins, and calls its drafts a
+          PointMass. The other rules want Sampled or Siblings, drawn with coins of their own.
+    coins: to draw drafts with
+    """
+
+    max_drafts: tuple[int, ...]
+    rule: RuleName
+    coins: Coins
+
+    def draft_seeds(self, law: TargetLaw, starts: Tensor) -> Tensor:
+        """Return the seeds to draw drafts with. starts: [N] where each row's block starts."""
+        stream = Stream.TARGET if self.rule == "match" else Stream.DRAFT
+        return self.coins.fork(law.seeds, stream, starts)
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Whatever it does wrong costs speed only.
+
+    `start` and `stop` frame a request's life; `propose` may be called for any of the requests in
+    between, in any company; `observe` tells what was emitted, before the requests are extended.
+    A drafter that reads the target's hidden states will be handed them with the outcomes; none
+    does yet.
+    """
+
+    name: str
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Get to know new requests, whose prompts the target has read."""
+        ...
+
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+        """Propose for each request at most its budget of drafts: none is fine."""
+        ...
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Learn what became of the proposal, and what was emitted."""
+        ...
+
+    def stop(self, requests: Sequence[Request]) -> None:
+        """Forget requests, finished or abandoned."""
+        ...
+
+
+class Host(Protocol):
+    """Runs the target model and owns its cache."""
+
+    def forward(self, requests: Sequence[Request], proposal: Proposal[Law]) -> Tensor:
+        """Run the target once over all rows of the proposal. Return their logits, [N, V]."""
+        ...
+
+    def commit(self, outcomes: Sequence[Outcome], proposal: Proposal[Law]) -> None:
+        """Keep the cache entries of the rows that were kept, and drop the others."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """All that one step computed, for whoever wants to look: `explain`, logprobs, tests."""
+
+    proposal: Proposal[Any]
+    logits: Tensor
+    verdict: Verdict
+    outcomes: tuple[Outcome, ...]
+
+
+def step(host: Host, drafter: Drafter, requests: Sequence[Request], budget: Budget) -> Step:
+    """Advance every request by at least one token, as plain decoding would."""
+    proposal = drafter.propose(requests, budget)
+    logits = host.forward(requests, proposal)
+    law = target_law(logits, Rows.of(requests, proposal))
+    verdict = verify(budget.rule, law, proposal, budget.coins)
+    return Step(proposal, logits, verdict, settle(requests, proposal, verdict))

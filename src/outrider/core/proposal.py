@@ -1,0 +1,258 @@
+"""What a drafter proposes, and the law by which it was drawn.
+
+A proposal covers a batch. Each request has its own number of drafts, zero included, and its
+drafts form a tree whose root is the request's last token; a chain is a tree without branches.
+The tokens may live on a device; the shape (how many, which parent) is known to the host, so that
+a step can be laid out without waiting for the device.
+
+*Rows.* The target sees one row for each request's last token (its root) and one for each draft.
+Row order is request by request, root first:
+
+    request 0: root, draft, draft | request 1: root | request 2: root, draft ...
+
+The logits of a row are the target's opinion of what follows that row's token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.core.errors import DraftFault
+
+ROOT = -1
+"""The parent of a draft that follows the request's last token."""
+
+
+@dataclass(frozen=True)
+class PointMass:
+    """Nothing is claimed about how the drafts were found: each is verified as a certainty.
+
+    The safe law. It holds for n-grams, greedy drafts, and any other draft that does not depend on
+    the coins of the verifier's `residual` and `block` rules.
+    """
+
+    def dense(self, tokens: Tensor, parents: Sequence[int], like: Tensor) -> Tensor:
+        """Return q, [K, V]: row i is the law of draft i given the drafts before it."""
+        return torch.nn.functional.one_hot(tokens, like.shape[-1]).to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Draft i of a chain was drawn from `q[i]`, given the drafts before it.
+
+    The chain may end at any draft for reasons found in the drafts so far. A draft must not be
+    dropped for being what it is, though: that would change its law.
+
+    q: [K, V] probabilities
+    """
+
+    q: Tensor
+
+    def dense(self, tokens: Tensor, parents: Sequence[int], like: Tensor) -> Tensor:
+        """Return q, [K, V]: row i is the law of draft i given the drafts before it."""
+        return self.q.to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """The children of each node were drawn from one `q`, in order, and the shape chosen before.
+
+    q: [K, V] probabilities; row i is the law of draft i before any sibling was drawn, so siblings
+       have equal rows (`expand` makes that free)
+    replacement: whether a sibling could be drawn again; if not, q without the earlier siblings,
+       renormalised, is the law of the next
+    """
+
+    q: Tensor
+    replacement: bool
+
+    def dense(self, tokens: Tensor, parents: Sequence[int], like: Tensor) -> Tensor:
+        """Return q, [K, V]: row i is the law of draft i given the drafts before it."""
+        q = self.q.to(like.dtype)
+        if self.replacement:
+            return q
+        q = q.clone()
+        for i, parent in enumerate(parents):
+            q[i, tokens[[j for j in range(i) if parents[j] == parent]]] = 0
+        return q / q.sum(-1, keepdim=True)
+
+
+Law = PointMass | Sampled | Siblings
+ChainLaw = PointMass | Sampled
+L_co = TypeVar("L_co", bound=Law, covariant=True)
+
+
+@dataclass(frozen=True)
+class Draft(Generic[L_co]):
+    """The drafts of one request.
+
+    tokens:  [K] token ids, parents before children
+    parents: [K] index of each draft's parent among `tokens`, or ROOT
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    law: L_co
+
+
+def chain(tokens: Sequence[int]) -> Draft[PointMass]:
+    """Return a chain of drafts about which nothing is claimed."""
+    return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)), PointMass())
+
+
+@dataclass(frozen=True)
+class Proposal(Generic[L_co]):
+    """The drafts of a batch of requests: a forest, one tree for each, with the law of each.
+
+    tokens:     [M] int64, request by request, parents before children
+    num_drafts: [B]
+    parents:    [M] index of each draft's parent *among its request's drafts*, or ROOT
+    laws:       [B]
+    """
+
+    tokens: Tensor
+    num_drafts: tuple[int, ...]
+    parents: tuple[int, ...]
+    laws: tuple[L_co, ...]
+
+    def __post_init__(self) -> None:
+        total = sum(self.num_drafts)
+        if self.tokens.shape != (total,) or len(self.parents) != total:
+            raise DraftFault(f"{total} drafts announced, {tuple(self.tokens.shape)} given")
+        if len(self.laws) != len(self.num_drafts) or any(k < 0 for k in self.num_drafts):
+            raise DraftFault("each request needs one law and a number of drafts >= 0")
+        for start, count, law in zip(self.starts, self.num_drafts, self.laws, strict=False):
+            parents = self.parents[start : start + count]
+            if any(not ROOT <= parent < i for i, parent in enumerate(parents)):
+                raise DraftFault("a parent must come before its child")
+            if isinstance(law, Sampled) and parents != tuple(range(-1, count - 1)):
+                raise DraftFault("Sampled is the law of a chain; a tree's is Siblings or PointMass")
+            if isinstance(law, (Sampled, Siblings)) and len(law.q) != count:
+                raise DraftFault(f"{count} drafts with {len(law.q)} rows of q")
+
+    @staticmethod
+    def of(
+        drafts: Sequence[Draft[L_co]], device: torch.device | str | None = None
+    ) -> Proposal[L_co]:
+        """Return the proposal made of each request's drafts."""
+        tokens = [token for draft in drafts for token in draft.tokens]
+        return Proposal(
+            tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+            num_drafts=tuple(len(draft.tokens) for draft in drafts),
+            parents=tuple(parent for draft in drafts for parent in draft.parents),
+            laws=tuple(draft.law for draft in drafts),
+        )
+
+    @staticmethod
+    def empty(batch_size: int, device: torch.device | str | None = None) -> Proposal[PointMass]:
+        """Return the proposal that drafts nothing: plain decoding."""
+        return Proposal.of([chain(())] * batch_size, device)
+
+    @property
+    def batch_size(self) -> int:
+        """B, the number of requests."""
+        return len(self.num_drafts)
+
+    @property
+    def num_rows(self) -> int:
+        """N = M + B: a row for each draft and one for each root."""
+        return len(self.parents) + self.batch_size
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """[B + 1] where each request's drafts begin, and M."""
+        starts = [0]
+        for count in self.num_drafts:
+            starts.append(starts[-1] + count)
+        return tuple(starts)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """[M] the number of drafts on the path to each draft, itself included."""
+        depths: list[int] = []
+        for start, parent in zip(self._owner_starts, self.parents, strict=True):
+            depths.append(1 if parent == ROOT else depths[start + parent] + 1)
+        return tuple(depths)
+
+    @property
+    def max_depth(self) -> int:
+        """D, the most drafts that one request can have accepted."""
+        return max(self.depths, default=0)
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """[M] the request of each draft."""
+        return tuple(r for r, count in enumerate(self.num_drafts) for _ in range(count))
+
+    @cached_property
+    def _owner_starts(self) -> tuple[int, ...]:
+        return tuple(self.starts[r] for r in self.owners)
+
+    @cached_property
+    def root_rows(self) -> tuple[int, ...]:
+        """[B] the row of each request's last token."""
+        return tuple(start + r for r, start in enumerate(self.starts[:-1]))
+
+    @cached_property
+    def draft_rows(self) -> tuple[int, ...]:
+        """[M] the row of each draft."""
+        return tuple(i + r + 1 for i, r in enumerate(self.owners))
+
+    @cached_property
+    def parent_rows(self) -> tuple[int, ...]:
+        """[M] the row whose logits judge each draft."""
+        return tuple(
+            self.root_rows[r] + 1 + parent
+            for r, parent in zip(self.owners, self.parents, strict=True)
+        )
+
+    @cached_property
+    def row_owners(self) -> tuple[int, ...]:
+        """[N] the request of each row."""
+        return tuple(r for r, count in enumerate(self.num_drafts) for _ in range(count + 1))
+
+    @cached_property
+    def row_depths(self) -> tuple[int, ...]:
+        """[N] how far each row lies beyond its request's last token."""
+        depths = [0] * self.num_rows
+        for row, depth in zip(self.draft_rows, self.depths, strict=True):
+            depths[row] = depth
+        return tuple(depths)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """[M] each draft's place among its siblings, from 0."""
+        seen: dict[int, int] = {}
+        ranks = []
+        for row in self.parent_rows:
+            ranks.append(seen.get(row, 0))
+            seen[row] = ranks[-1] + 1
+        return tuple(ranks)
+
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Return, for each row, the draft tokens from the root to it: [N] of differing length.
+
+        Reads the tokens, so it waits for the device: only what looks back needs it (penalties,
+        grammars).
+        """
+        tokens = self.tokens.tolist()
+        paths: list[tuple[int, ...]] = [()] * self.num_rows
+        for i, (row, parent_row) in enumerate(zip(self.draft_rows, self.parent_rows, strict=True)):
+            paths[row] = (*paths[parent_row], tokens[i])
+        return tuple(paths)
+
+    def dense_q(self, like: Tensor) -> Tensor:
+        """Return q, [M, V]: row i is the law of draft i given the drafts before it.
+
+        like: [.., V] gives the vocabulary and the type
+        """
+        q = like.new_zeros((len(self.parents), like.shape[-1]))
+        for start, end, law in zip(self.starts[:-1], self.starts[1:], self.laws, strict=True):
+            q[start:end] = law.dense(self.tokens[start:end], self.parents[start:end], like)
+        return q

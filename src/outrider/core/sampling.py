@@ -1,0 +1,84 @@
+"""Sampling parameters: what a user asks of the target's law, and when a request ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+Grammar = Callable[[Sequence[int]], Tensor]
+"""Maps a request's output ids, drafts on the path included, to the tokens allowed next.
+
+It returns a [V] bool tensor and must not remember calls: it is asked about paths that are never
+taken.
+"""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How plain decoding would choose tokens. The defaults are greedy.
+
+    temperature: 0 is greedy
+    top_k: keep the k most likely tokens (0: all; ties with the last are kept)
+    top_p: keep the smallest set of most likely tokens whose mass reaches top_p
+    min_p: keep tokens at least min_p times as likely as the most likely one
+    repetition_penalty: divides positive and multiplies negative logits of tokens seen in the
+        prompt or the output
+    frequency_penalty: subtracted once for each time a token occurs in the output
+    presence_penalty: subtracted from every token that occurs in the output
+    logit_bias: added to the logits of single tokens
+    grammar: which tokens may follow
+    seed: of the coins; None lets the host draw one
+    max_tokens: the most tokens to emit
+    stop: strings that end the request when they appear in the output
+    stop_token_ids: tokens that end the request
+    ignore_eos: whether the model's own end tokens are passed over
+    logprobs: how many of the model's most likely tokens to report at each position, beside the
+        emitted one; None reports nothing. They are those of the model, before any transform.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    grammar: Grammar | None = None
+    seed: int | None = None
+    max_tokens: int = 128
+    stop: str | Sequence[str] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "temperature must be finite and >= 0": 0 <= self.temperature < math.inf,
+            "top_k must be >= 0 (0 keeps all)": self.top_k >= 0,
+            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
+            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
+            "repetition_penalty must be > 0": 0 < self.repetition_penalty < math.inf,
+            "frequency_penalty must be finite": math.isfinite(self.frequency_penalty),
+            "presence_penalty must be finite": math.isfinite(self.presence_penalty),
+            "seed must be in [0, 2**63)": self.seed is None or 0 <= self.seed < 2**63,
+            "max_tokens must be >= 1": self.max_tokens >= 1,
+            "a stop string must not be empty": all(self.stop_strings),
+            "logprobs must be >= 0": self.logprobs is None or self.logprobs >= 0,
+        }
+        broken = [rule for rule, holds in allowed.items() if not holds]
+        if broken:
+            raise ValueError("; ".join(broken))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings, be it one or several."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the law is a point mass on the most likely token."""
+        return self.temperature == 0

@@ -1,0 +1,77 @@
+"""`settle`: the one place that decides what is kept.
+
+A verdict says which drafts the target agrees with. A request may end before the last of them: at
+an end token, a stop string, or its limit. Everything else (the request's tokens, cache lengths,
+logprobs, counts, the drafter's feedback) derives from the outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.core.proposal import Law, Proposal
+from outrider.core.request import FinishReason, Request
+from outrider.core.rules import Verdict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step did to one request.
+
+    request: as it was before the step; `apply` extends it
+    tokens: [n] the emitted tokens, n >= 1
+    rows: [n] for each of them the row that judged it, among the request's rows (0 is its root).
+          These are the rows whose cache entries stay: the last token has none yet.
+    num_drafts: how many were proposed
+    num_accepted_drafts: how many of `tokens` are drafts
+    finish_reason: None if the request goes on
+    """
+
+    request: Request
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    num_drafts: int
+    num_accepted_drafts: int
+    finish_reason: FinishReason | None
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """How many tokens the step emitted, the bonus or recovered one included."""
+        return len(self.tokens)
+
+    def apply(self) -> None:
+        """Extend the request."""
+        self.request.extend(self.tokens, self.finish_reason)
+
+
+def settle(
+    requests: Sequence[Request], proposal: Proposal[Law], verdict: Verdict
+) -> tuple[Outcome, ...]:
+    """Keep of each verdict what plain decoding would have emitted before the request ended."""
+    accepted, next_tokens = verdict.accepted.tolist(), verdict.next_tokens.tolist()
+    drafts = proposal.tokens.tolist()
+    outcomes = []
+    for r, request in enumerate(requests):
+        path = [i for i in accepted[r] if i >= 0]
+        tokens = [drafts[proposal.starts[r] + i] for i in path] + [next_tokens[r]]
+        kept, reason = _kept(request, tokens)
+        outcomes.append(
+            Outcome(
+                request=request,
+                tokens=tuple(tokens[:kept]),
+                rows=tuple([0, *(i + 1 for i in path)][:kept]),
+                num_drafts=proposal.num_drafts[r],
+                num_accepted_drafts=min(len(path), kept),
+                finish_reason=reason,
+            )
+        )
+    return tuple(outcomes)
+
+
+def _kept(request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
+    """Return how many of the tokens plain decoding would emit, and why it would end there."""
+    for count in range(1, len(tokens) + 1):
+        if reason := request.finish_after(tokens[:count]):
+            return count, reason
+    return len(tokens), None
