@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -101,9 +101,14 @@ class Draft(Generic[L_co]):
     law: L_co
 
 
-def chain(tokens: Sequence[int]) -> Draft[PointMass]:
-    """Return a chain of drafts about which nothing is claimed."""
-    return Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)), PointMass())
+@overload
+def chain(tokens: Sequence[int]) -> Draft[PointMass]: ...
+@overload
+def chain(tokens: Sequence[int], law: Sampled) -> Draft[Sampled]: ...
+def chain(tokens: Sequence[int], law: ChainLaw | None = None) -> Draft[Any]:
+    """Return a chain of drafts; without a law, nothing is claimed about them."""
+    parents = tuple(range(-1, len(tokens) - 1))
+    return Draft(tuple(tokens), parents, PointMass() if law is None else law)
 
 
 @dataclass(frozen=True)

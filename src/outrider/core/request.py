@@ -66,6 +66,10 @@ class Request:
         """How many more tokens may be emitted."""
         return self.sampling.max_tokens - len(self.output)
 
+    def tokens_from(self, start: int) -> list[int]:
+        """Return the tokens at position `start` and beyond."""
+        return [*self.prompt[start:], *self.output[max(0, start - len(self.prompt)) :]]
+
     def finish_after(self, tokens: Sequence[int]) -> FinishReason | None:
         """Say whether plain decoding would end by the last of these tokens, emitted next."""
         sampling, last = self.sampling, tokens[-1]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.core.proposal import Law, Proposal
 from outrider.core.settle import Outcome
 
 
@@ -32,8 +33,11 @@ class Stats:
     proposed_at: Counter[int] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
 
-    def record(self, outcomes: Sequence[Outcome], depths: Sequence[int]) -> None:
-        """Add one step. depths: how deep each request's drafts reached."""
+    def record(self, outcomes: Sequence[Outcome], proposal: Proposal[Law]) -> None:
+        """Add one step."""
+        depths = [0] * len(outcomes)
+        for owner, depth in zip(proposal.owners, proposal.depths, strict=True):
+            depths[owner] = max(depths[owner], depth)
         self.steps += 1
         self.request_steps += len(outcomes)
         for outcome, depth in zip(outcomes, depths, strict=True):

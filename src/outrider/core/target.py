@@ -74,13 +74,17 @@ class TargetLaw:
     seeds: Tensor
     positions: Tensor
 
-    def draw(self, coins: Coins) -> Tensor:
-        """Return the token that plain decoding emits after each row, [N] int64."""
-        best = self.logits.argmax(-1)
+    def draw(self, coins: Coins, seeds: Tensor | None = None) -> Tensor:
+        """Return the token that plain decoding emits after each row, [N] int64.
+
+        seeds: [N] to draw with other coins than plain decoding's
+        """
+        seeds = self.seeds if seeds is None else seeds
+        tokens = self.logits.argmax(-1)
         rows = [row for row, greedy in enumerate(self.greedy) if not greedy]
         if rows:
-            best[rows] = coins.draw(self.logits[rows], self.seeds[rows], self.positions[rows])
-        return best
+            tokens[rows] = coins.draw(self.logits[rows], seeds[rows], self.positions[rows])
+        return tokens
 
     def probs(self) -> Tensor:
         """Return p, [N, V]."""

@@ -1,0 +1,8 @@
+"""Drafters: what proposes tokens. None knows the engine it drafts for."""
+
+from outrider.drafters.guard import GuardedDrafter
+from outrider.drafters.model import DraftModel, ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.none import NoDrafter
+
+__all__ = ["DraftModel", "GuardedDrafter", "ModelDrafter", "NgramDrafter", "NoDrafter"]

@@ -1,0 +1,179 @@
+"""Around a drafter: whatever it does wrong costs speed only, and is counted."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
+
+import torch
+
+from outrider.core import (
+    Budget,
+    Drafter,
+    DraftFault,
+    Law,
+    Outcome,
+    PointMass,
+    Proposal,
+    Request,
+    RuleName,
+    Siblings,
+)
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+LONGEST_REST = 64
+
+
+class GuardedDrafter:
+    """A drafter that cannot fail: a fault makes the step a plain one (K = 0) for all requests.
+
+    After a fault the drafter rests, for 1 step, then 2, 4, ... up to 64 if faults go on, and is
+    then told all requests anew. A call that takes longer than `timeout` is a fault too: it goes
+    on in its thread, and the drafter rests until it returns.
+
+    vocab_size: ids must lie below
+    timeout: seconds for one call; None calls the drafter directly, without a thread
+    fallbacks: requests that went without drafts, by reason
+    """
+
+    def __init__(self, drafter: Drafter, vocab_size: int, timeout: float | None = None) -> None:
+        self.name = drafter.name
+        self.fallbacks: Counter[str] = Counter()
+        self._drafter = drafter
+        self._vocab_size = vocab_size
+        self._timeout = timeout
+        self._thread = ThreadPoolExecutor(1, "outrider-draft") if timeout else None
+        self._stuck: Future[Any] | None = None
+        self._rest, self._next_rest = 0, 1
+        self._known: dict[int, Request] = {}
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Tell the drafter; if it fails, it is told again later."""
+        if self._ready():
+            self._call("start", requests, lambda: self._introduce(requests))
+
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+        """Return the drafter's proposal if it can be used, else the empty one."""
+        if not any(budget.max_drafts):
+            return Proposal.empty(len(requests))
+        if not self._ready():
+            self.fallbacks["resting"] += len(requests)
+            return Proposal.empty(len(requests))
+
+        def propose() -> Proposal[Law]:
+            self._introduce([r for r in requests if r.id not in self._known])
+            proposal = self._drafter.propose(requests, budget)
+            check(proposal, budget, self._vocab_size)
+            return proposal
+
+        proposal = self._call("propose", requests, propose)
+        if proposal is None:
+            return Proposal.empty(len(requests))
+        self._next_rest = 1
+        return proposal
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell the drafter of the requests that it knows."""
+        known = [outcome for outcome in outcomes if outcome.request.id in self._known]
+        if known and self._stuck is None:
+            requests = [outcome.request for outcome in known]
+            self._call("observe", requests, lambda: self._drafter.observe(known))
+
+    def stop(self, requests: Sequence[Request]) -> None:
+        """Let the drafter forget."""
+        gone = [r for r in requests if self._known.pop(r.id, None)]
+        if gone and self._stuck is None:
+            self._call("stop", gone, lambda: self._drafter.stop(gone))
+
+    def close(self) -> None:
+        """End the thread, if there is one; a stuck call is left behind."""
+        if self._thread:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _introduce(self, requests: Sequence[Request]) -> None:
+        if requests:
+            self._drafter.start(requests)
+            self._known.update({r.id: r for r in requests})
+
+    def _ready(self) -> bool:
+        """Say whether the drafter may be called, and count down its rest."""
+        if self._stuck is not None:
+            if not self._stuck.done():
+                return False
+            self._stuck = None
+            self._forget()
+        if self._rest:
+            self._rest -= 1
+            return False
+        return True
+
+    def _call(self, what: str, requests: Sequence[Request], call: Callable[[], T]) -> T | None:
+        try:
+            if self._thread is None:
+                return call()
+            future = self._thread.submit(call)
+            try:
+                return future.result(self._timeout)
+            except FutureTimeoutError:
+                if not future.done():
+                    self._stuck = future
+                raise
+        except Exception as error:
+            reason = {FutureTimeoutError: "timeout", DraftFault: "garbage"}.get(
+                type(error), "error"
+            )
+            self.fallbacks[reason] += len(requests)
+            logger.warning("drafter %s: %s in %s: %s", self.name, reason, what, error)
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
+            if self._stuck is None:
+                self._forget()
+            return None
+
+    def _forget(self) -> None:
+        """Drop all state that the fault may have damaged."""
+        known, self._known = list(self._known.values()), {}
+        try:
+            self._drafter.stop(known)
+        except Exception as error:
+            logger.warning("drafter %s: error in stop: %s", self.name, error)
+
+
+def check(proposal: Proposal[Law], budget: Budget, vocab_size: int) -> None:
+    """Raise DraftFault unless the proposal keeps to its budget, the vocabulary and the rule."""
+    if len(proposal.num_drafts) != len(budget.max_drafts):
+        raise DraftFault(f"{len(proposal.num_drafts)} answers to {len(budget.max_drafts)} requests")
+    over = [
+        (k, most)
+        for k, most in zip(proposal.num_drafts, budget.max_drafts, strict=True)
+        if k > most
+    ]
+    if over:
+        raise DraftFault(f"{over[0][0]} drafts where {over[0][1]} were allowed")
+    tokens = proposal.tokens
+    if tokens.dtype != torch.int64:
+        raise DraftFault(f"token ids of type {tokens.dtype}")
+    if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
+        raise DraftFault(f"token ids outside [0, {vocab_size})")
+    _check_laws(proposal, budget.rule, vocab_size)
+
+
+def _check_laws(proposal: Proposal[Law], rule: RuleName, vocab_size: int) -> None:
+    if rule == "match":
+        return  # it does not look at the law
+    for r, law in enumerate(proposal.laws):
+        if isinstance(law, PointMass):
+            continue
+        if rule == "block" and isinstance(law, Siblings):
+            raise DraftFault("rule block takes chains, not Siblings")
+        tokens = proposal.tokens[proposal.starts[r] : proposal.starts[r + 1]]
+        if law.q.shape != (len(tokens), vocab_size):
+            raise DraftFault(f"q of shape {tuple(law.q.shape)}")
+        drawn = law.q.gather(-1, tokens[:, None])
+        sums = law.q.sum(-1)
+        if not (bool((drawn > 0).all()) and bool(((sums - 1).abs() < 1e-3).all())):
+            raise DraftFault("q is not a law that can have drawn the drafts")

@@ -1,0 +1,166 @@
+"""A smaller model drafts, all requests side by side, each as far as it is confident.
+
+At temperature > 0 the drafter draws with the target's own coins (rule `match`): where the two laws
+agree, the same noise picks the same token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from outrider.core import (
+    Budget,
+    Draft,
+    Law,
+    Outcome,
+    Proposal,
+    Request,
+    Rows,
+    Sampled,
+    chain,
+    target_law,
+)
+
+S = TypeVar("S")
+
+
+class DraftModel(Protocol[S]):
+    """A causal language model with a cache, as a host provides it. S: its handle of a sequence.
+
+    max_length: the longest sequence it can read
+    """
+
+    max_length: int
+
+    def open(self) -> S:
+        """Return a new, empty sequence."""
+        ...
+
+    def extend(self, segments: Sequence[tuple[S, Sequence[int]]]) -> Tensor:
+        """Append tokens to sequences. Return the logits after the last token of each, [B, V]."""
+        ...
+
+    def truncate(self, sequence: S, length: int) -> None:
+        """Forget the tokens beyond this length."""
+        ...
+
+    def close(self, sequence: S) -> None:
+        """Give a sequence's cache back."""
+        ...
+
+
+@dataclass
+class _State(Generic[S]):
+    """One request's sequence in the draft model: how much of it is cached, and what was drafted."""
+
+    sequence: S
+    cached: int = 0
+    drafts: list[int] = field(default_factory=list)
+    laws: list[Tensor] = field(default_factory=list)
+    survival: float = 1.0
+
+
+class ModelDrafter(Generic[S]):
+    """Drafts with a smaller model of the same tokenizer.
+
+    model: runs it
+    vocab_size: the target's logits; what the draft model has beyond it is padding
+    min_survival: a request stops drafting when the probability that all its drafts so far are
+        accepted, by the draft model's own estimate, falls below this
+    """
+
+    name = "model"
+
+    def __init__(self, model: DraftModel[S], vocab_size: int, min_survival: float = 0.4) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._min_survival = min_survival
+        self._states: dict[int, _State[S]] = {}
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Open a sequence for each request; its prompt is read with the first proposal."""
+        for request in requests:
+            self._states[request.id] = _State(self._model.open())
+
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+        """Draft token by token, one pass of the draft model for all requests that still want one.
+
+        The first pass also reads what the draft model has not seen yet.
+        """
+        for request in requests:
+            state = self._states[request.id]
+            state.drafts, state.laws, state.survival = [], [], 1.0
+        while eager := self._eager(requests, budget):
+            logits = self._model.extend([(s.sequence, self._unread(r, s)) for r, s in eager])
+            for request, state in eager:
+                state.cached = request.length + len(state.drafts)
+            self._draw(eager, self._fit(logits), budget)
+        return Proposal.of([self._draft(self._states[r.id], budget) for r in requests])
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Forget what was drafted in vain."""
+        for outcome in outcomes:
+            state = self._states[outcome.request.id]
+            right = outcome.request.length + outcome.num_accepted_drafts
+            if state.cached > right:
+                state.cached = right
+                self._model.truncate(state.sequence, right)
+
+    def stop(self, requests: Sequence[Request]) -> None:
+        """Give the requests' sequences back."""
+        for request in requests:
+            if state := self._states.pop(request.id, None):
+                self._model.close(state.sequence)
+
+    def _eager(
+        self, requests: Sequence[Request], budget: Budget
+    ) -> list[tuple[Request, _State[S]]]:
+        """Return the requests that may and want to draft one more token."""
+        states = [(r, self._states[r.id]) for r in requests]
+        return [
+            (request, state)
+            for (request, state), most in zip(states, budget.max_drafts, strict=True)
+            if len(state.drafts) < most
+            and state.survival >= self._min_survival
+            and request.length + len(state.drafts) <= self._model.max_length
+        ]
+
+    def _unread(self, request: Request, state: _State[S]) -> list[int]:
+        """Return the tokens that the draft model has not cached."""
+        drafts = state.drafts[max(0, state.cached - request.length) :]
+        return [*request.tokens_from(state.cached), *drafts]
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """Return the logits of the target's vocabulary: padding dropped, or -inf added."""
+        missing = self._vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
+
+    def _draw(
+        self, eager: Sequence[tuple[Request, _State[S]]], logits: Tensor, budget: Budget
+    ) -> None:
+        """Draw one more draft for each request, by the law that the target would have."""
+        requests, states = [r for r, _ in eager], [s for _, s in eager]
+        paths = [tuple(state.drafts) for state in states]
+        rows = Rows(requests, range(len(eager)), [len(path) for path in paths], lambda: paths)
+        law = target_law(logits, rows)
+        starts = torch.tensor([request.position for request in requests], device=logits.device)
+        drawn = law.draw(budget.coins, budget.draft_seeds(law, starts))
+        confidence = law.logits.softmax(-1).gather(-1, drawn[:, None])
+        probs = law.probs() if budget.rule != "match" else None
+        numbers = zip(drawn.tolist(), confidence[:, 0].tolist(), strict=True)
+        for i, (state, (token, probability)) in enumerate(zip(states, numbers, strict=True)):
+            state.drafts.append(token)
+            state.survival *= probability
+            if probs is not None:
+                state.laws.append(probs[i])
+
+    def _draft(self, state: _State[S], budget: Budget) -> Draft[Any]:
+        if budget.rule == "match" or not state.drafts:
+            return chain(state.drafts)
+        return chain(state.drafts, Sampled(torch.stack(state.laws)))

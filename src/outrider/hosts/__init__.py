@@ -1,0 +1,1 @@
+"""Adapters, one package for each engine; each knows one engine, and none knows another."""

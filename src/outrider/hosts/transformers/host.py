@@ -1,0 +1,59 @@
+"""The host protocol on a Transformers model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.core import Law, Outcome, Proposal, Request
+from outrider.hosts.transformers.pool import CachedSequence
+from outrider.hosts.transformers.runner import Exactness, Runner, Segment
+
+
+class TransformersHost:
+    """Runs a target model over requests and their drafts, and keeps the cache in step."""
+
+    def __init__(self, model: PreTrainedModel, exactness: Exactness = "law") -> None:
+        self.runner = Runner(model, exactness)
+        self._sequences: dict[int, CachedSequence] = {}
+
+    def forward(self, requests: Sequence[Request], proposal: Proposal[Law]) -> Tensor:
+        """Run the target over each request's last token and drafts. Return their logits, [N, V].
+
+        A request that comes for the first time brings its whole prompt.
+        """
+        drafts = proposal.tokens.tolist()
+        segments = []
+        for r, request in enumerate(requests):
+            sequence = self._sequences.setdefault(request.id, self.runner.open())
+            unread = request.tokens_from(sequence.length)
+            own = slice(proposal.starts[r], proposal.starts[r + 1])
+            segments.append(_segment(sequence, unread, drafts[own], proposal.parents[own]))
+        return self.runner.run(segments)
+
+    def commit(self, outcomes: Sequence[Outcome], proposal: Proposal[Law]) -> None:
+        """Keep the cache of the rows that were kept; to be called before the requests grow."""
+        for outcome in outcomes:
+            sequence = self._sequences[outcome.request.id]
+            sequence.length = outcome.request.length - 1
+            self.runner.pool.keep(sequence, outcome.rows)
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """Give the slots of these requests back."""
+        for request in requests:
+            if sequence := self._sequences.pop(request.id, None):
+                self.runner.close(sequence)
+
+
+def _segment(
+    sequence: CachedSequence, unread: list[int], drafts: list[int], parents: Sequence[int]
+) -> Segment:
+    """Return the segment of a request: what is unread, the last token as root, then the drafts."""
+    root = len(unread) - 1
+    chained = [*range(-1, root), *(root + 1 + parent for parent in parents)]
+    is_chain = chained == list(range(-1, len(chained) - 1))
+    return Segment(
+        sequence, [*unread, *drafts], parents=None if is_chain else chained, logits_from=root
+    )

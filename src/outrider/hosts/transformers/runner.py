@@ -1,0 +1,307 @@
+"""Runs a Transformers model over packed rows of many sequences, with our own paged cache.
+
+One kind of pass serves prefill, decode and verify: each sequence brings the tokens it has not
+cached yet, as a chain or a tree, and all of them go through the model side by side in one row.
+The model's weights and modules are left as they are; only its attention goes through us, by the
+keyword argument that every attention layer of Transformers hands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from outrider.core import ROOT, Unsupported
+from outrider.hosts.transformers.pool import CachedSequence, KVPool
+from outrider.kernels.paged_attention import Past, Tiles, paged_attention, tile_rows
+from outrider.kernels.prefill_attention import prefill_attention
+from outrider.kernels.row_invariant import ROWS, RowInvariant
+
+NAME = "outrider"
+Exactness = Literal["law", "bitwise"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The tokens that one sequence brings to a pass.
+
+    tokens:  the first follows the cached ones
+    parents: for each token the index of the one it follows, or ROOT for the cached ones; None is
+             a chain
+    logits_from: the first token whose logits are wanted
+    """
+
+    sequence: CachedSequence
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+    logits_from: int = 0
+
+
+class Runner:
+    """A model with a paged cache. `exactness="bitwise"` makes rows independent of their company."""
+
+    def __init__(self, model: PreTrainedModel, exactness: Exactness = "law") -> None:
+        _check_model(model)
+        self.model = model
+        self.exactness = exactness
+        self.pool = KVPool()
+        config = model.config.get_text_config(decoder=True)
+        self.vocab_size: int = config.vocab_size
+        self.max_length: int = getattr(config, "max_position_embeddings", None) or 2**31
+        self._num_layers: int = config.num_hidden_layers
+        self._configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        if exactness == "bitwise":
+            self._prove_invariance()
+
+    def open(self) -> CachedSequence:
+        """Return a new, empty sequence."""
+        return CachedSequence()
+
+    def close(self, sequence: CachedSequence) -> None:
+        """Give a sequence's slots back."""
+        self.pool.release(sequence)
+
+    def extend(self, segments: Sequence[tuple[CachedSequence, Sequence[int]]]) -> Tensor:
+        """Append tokens to sequences. Return the logits after the last token of each, [B, V]."""
+        logits = self.run([Segment(s, t, logits_from=len(t) - 1) for s, t in segments])
+        for sequence, tokens in segments:
+            sequence.length += len(tokens)
+        return logits
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Forget the tokens beyond this length."""
+        sequence.length = min(sequence.length, length)
+
+    @torch.inference_mode()
+    def run(self, segments: Sequence[Segment]) -> Tensor:
+        """Run the model once over all segments. Return the wanted logits, in order, [n, V].
+
+        Nothing is kept yet: `KVPool.keep` says which rows are.
+        """
+        if self.exactness == "law":
+            return self._forward(segments)
+        # A prompt passes alone, in its natural shape: a function of the prompt, whoever else
+        # is there. All other rows share a pass and are invariant by tiles.
+        prompts = [i for i, s in enumerate(segments) if _is_prompt(s)]
+        others = [i for i, s in enumerate(segments) if not _is_prompt(s)]
+        logits: dict[int, Tensor] = {i: self._forward([segments[i]]) for i in prompts}
+        if others:
+            wanted = [len(segments[i].tokens) - segments[i].logits_from for i in others]
+            with RowInvariant():
+                together = self._forward([segments[i] for i in others])
+            logits |= dict(zip(others, together.split(wanted), strict=True))
+        return torch.cat([logits[i] for i in range(len(segments))])
+
+    def _forward(self, segments: Sequence[Segment]) -> Tensor:
+        step = _Pass.plan(segments, self.pool, ROWS if self.exactness == "bitwise" else None)
+        device = self.model.device
+        with self._own_attention():
+            out = self.model(
+                input_ids=torch.tensor([step.tokens], device=device),
+                position_ids=torch.tensor([step.positions], device=device),
+                # a mask of four dimensions is taken for a finished one: none is built
+                attention_mask=torch.zeros(1, 1, 1, 1, device=device),
+                use_cache=False,
+                logits_to_keep=torch.tensor(step.wanted, device=device),
+                outrider_pass=step,
+            )
+        if len(step.layers) != self._num_layers:
+            raise Unsupported(
+                f"{type(self.model).__name__}: {len(step.layers)} of {self._num_layers} layers "
+                "reached Outrider's attention",
+                fix="use a model whose layers all go through Transformers' AttentionInterface",
+            )
+        return cast(Tensor, out.logits[0])
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """Let the model's attention layers call ours while this pass runs."""
+        before = [(config, config._attn_implementation) for config in self._configs.values()]
+        try:
+            for config, _ in before:
+                config._attn_implementation = NAME
+            yield
+        finally:
+            for config, implementation in before:
+                config._attn_implementation = implementation
+
+    def _prove_invariance(self) -> None:
+        """Compare rows of a verify pass with one-token passes, bit for bit, or refuse."""
+        tokens = [(7 * i + 1) % self.vocab_size for i in range(12)]
+        alone = self.open()
+        self.extend([(alone, tokens[:4])])
+        decoded = [self.extend([(alone, [token])]) for token in tokens[4:]]
+        pair = [self.open(), self.open()]
+        for sequence in pair:
+            self.extend([(sequence, tokens[:4])])
+        verified = self.run([Segment(sequence, tokens[4:]) for sequence in pair])
+        for sequence in (alone, *pair):
+            self.close(sequence)
+        if not torch.equal(torch.cat(decoded * 2), verified):
+            raise Unsupported(
+                f"exactness='bitwise' for {type(self.model).__name__} on {self.model.device}: "
+                "a row's logits depend on the rows beside it",
+                fix="use exactness='law', which is exact given the logits",
+            )
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass of the model: its rows, and where their keys are. All tensors are on the host.
+
+    prompts: (first row, last row + 1) of the sequences with nothing cached
+    others:  the rows of all other sequences, and their tiles
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    wanted: list[int]
+    slots: Tensor
+    prompts: list[tuple[int, int]]
+    others: Tensor
+    tiles: Tiles | None
+    pool: KVPool
+    layers: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def plan(segments: Sequence[Segment], pool: KVPool, places: int | None) -> _Pass:
+        """Lay out the rows of a pass and give each a slot."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        slots: list[Tensor] = []
+        prompts: list[tuple[int, int]] = []
+        others: list[int] = []
+        pasts: list[Past] = []
+        for segment in segments:
+            sequence, start, count = segment.sequence, len(tokens), len(segment.tokens)
+            prefix = sequence.length
+            pool.reserve(sequence, prefix + count)
+            tokens += segment.tokens
+            wanted += range(start + segment.logits_from, start + count)
+            own = sequence.slots[prefix : prefix + count]
+            slots.append(own)
+            paths = _paths(segment.parents)
+            depths = [len(path) for path in paths] if paths else range(1, count + 1)
+            positions += [prefix + depth - 1 for depth in depths]
+            if _is_prompt(segment):
+                prompts.append((start, start + count))
+                continue
+            # the rows of this segment, as numbered among `others`
+            rows = range(len(others), len(others) + count)
+            others += range(start, start + count)
+            lens = [prefix + depth for depth in depths]
+            if paths is None:
+                pasts.append(Past(rows, lens, sequence.slots[: prefix + count]))
+            else:
+                cached = sequence.slots[:prefix]
+                pasts += [
+                    Past([row], [length], torch.cat([cached, own[path]]))
+                    for row, length, path in zip(rows, lens, paths, strict=True)
+                ]
+        tiles = tile_rows(pasts, places) if pasts else None
+        rows_of_others = torch.tensor(others, dtype=torch.int64)
+        return _Pass(
+            tokens, positions, wanted, torch.cat(slots), prompts, rows_of_others, tiles, pool
+        )
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Store this layer's keys and values and attend. q, k, v: [N, H, D] -> [N, Hq, Dv]."""
+        self.layers.add(layer)
+        k_cache, v_cache = self.pool.write(layer, self.slots, k, v)
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
+        for start, end in self.prompts:
+            own = slice(start, end)
+            out[own] = prefill_attention(q[own], k[own], v[own], scale, window, softcap)
+        if self.tiles is not None:
+            rows = self.others
+            few = q if len(rows) == len(q) else q[rows]
+            found = paged_attention(few, k_cache, v_cache, self.tiles, scale, window, softcap)
+            if few is q:
+                return found
+            out[rows] = found
+        return out
+
+
+def _is_prompt(segment: Segment) -> bool:
+    return segment.sequence.length == 0 and segment.parents is None
+
+
+def _paths(parents: Sequence[int] | None) -> list[list[int]] | None:
+    """Return the tokens on the path to each token, itself included; None for a chain."""
+    if parents is None or list(parents) == list(range(-1, len(parents) - 1)):
+        return None
+    paths: list[list[int]] = []
+    for i, parent in enumerate(parents):
+        paths.append([i] if parent == ROOT else [*paths[parent], i])
+    return paths
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    outrider_pass: _Pass | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as Transformers' `sdpa`, or over the paged cache within one of our passes."""
+    if outrider_pass is None:
+        return cast(
+            "tuple[Tensor, None]",
+            sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs),
+        )
+    for name in ("s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise Unsupported(
+                f"attention with {name} in {type(module).__name__}", fix="use another model"
+            )
+    scaling = kwargs.get("scaling")
+    out = outrider_pass.attend(
+        cast(int, module.layer_idx),
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+    )
+    return out[None], None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if model.config.is_encoder_decoder or not model._supports_attention_backend or kinds:
+        found = ", ".join(sorted(kinds)) or "no AttentionInterface, or an encoder"
+        raise Unsupported(
+            f"{type(model).__name__} ({found})",
+            fix="use a decoder-only model with full or sliding-window attention",
+        )
+    if model.training:
+        raise Unsupported(f"{type(model).__name__} in training mode", fix="call model.eval()")

@@ -1,0 +1,1 @@
+"""One folder for each operation: `reference.py`, later `triton.py`, and the dispatch between."""

@@ -1,0 +1,83 @@
+"""Operations whose rows do not depend on how many rows there are.
+
+*Linear layers.* A matrix product picks its algorithm, and with it the order of its sums, by its
+shape. In tiles of a fixed number of rows the shape never changes.
+
+*Functions of single elements.* On CPU these run in vectors, with a scalar version for what is left
+at the end of a thread's share; the two differ in the last bit (`silu`, `exp`, `cos`). Rows padded
+to whole vectors, in calls too small to be shared among threads, never meet the scalar version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["ROWS", "RowInvariant", "elementwise", "in_tiles"]
+
+ROWS = 16
+"""The rows of a tile. On CPU, products of 16 rows cost about what products of one row cost."""
+
+VECTOR = 64
+"""A multiple of the elements that one round of a vector loop takes, whatever the type."""
+
+SERIAL = 32768
+"""Up to so many elements, torch does not share a call among threads."""
+
+
+def in_tiles(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a row-wise product to x, [.., K], in tiles of ROWS rows, padded with zeros."""
+    flat = x.reshape(-1, x.shape[-1])
+    count = len(flat)
+    padded = F.pad(flat, (0, 0, 0, -count % ROWS))
+    out = torch.cat([product(tile) for tile in torch.split(padded, ROWS)])[:count]
+    return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of single elements to x, each element always by its vector version."""
+    if x.device.type != "cpu":
+        return function(x)
+    flat = x.reshape(-1, x.shape[-1])
+    padded = F.pad(flat, (0, -flat.shape[-1] % VECTOR)).contiguous()
+    rows = max(1, SERIAL // padded.shape[-1])
+    parts = [function(part) for part in torch.split(padded, rows)]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out[:, : x.shape[-1]].reshape(x.shape)
+
+
+_ELEMENTWISE = {
+    getattr(home, name)
+    for home in (torch, torch.Tensor, F)
+    for name in ("cos", "erf", "exp", "gelu", "pow", "sigmoid", "silu", "sin", "softplus", "tanh")
+    if hasattr(home, name)
+}
+
+
+class RowInvariant(TorchFunctionMode):
+    """While active, a model's layers are row invariant. Its modules and weights are untouched."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Reroute linear layers, `addmm` with a bias vector (GPT-2's), and functions."""
+        kwargs = kwargs or {}
+        if func is F.linear:
+            x, *rest = args
+            return in_tiles(lambda tile: func(tile, *rest, **kwargs), x)
+        if func is torch.addmm and args[0].dim() == 1:
+            bias, x, weight = args
+            return in_tiles(lambda tile: func(bias, tile, weight, **kwargs), x)
+        if func in _ELEMENTWISE:
+            x, *rest = args
+            return elementwise(lambda part: func(part, *rest, **kwargs), x)
+        return func(*args, **kwargs)
