@@ -1,8 +1,65 @@
-"""Fixtures and where models come from."""
+"""Where models come from, and one thread for the tiny ones."""
 
 from __future__ import annotations
 
+import os
 import sys
+from functools import lru_cache
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent / "core"))
+
+TINY = Path(__file__).parents[1] / "src" / "outrider" / "assets" / "tiny"
+
+
+def pytest_configure(config):
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    """Tiny models are faster, and tests beside each other steadier, on one thread."""
+    torch = pytest.importorskip("torch")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def model_path(name: str) -> Path:
+    """Return where a model lies: in the repository, or under $OUTRIDER_MODELS."""
+    if name.startswith("tiny-"):
+        return TINY / name.removeprefix("tiny-")
+    root = Path(os.environ.get("OUTRIDER_MODELS", "~/.cache/outrider-models")).expanduser()
+    return root / name
+
+
+@lru_cache(maxsize=6)
+def _load(name: str, dtype: str):
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    path = model_path(name)
+    if not (path / "config.json").exists():
+        pytest.skip(f"no {name}: put the model at {path.parent.name}/{name} in $OUTRIDER_MODELS")
+    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+
+
+@pytest.fixture(scope="session")
+def load():
+    """Return a function that loads a model by name: load("stories15m", "float32")."""
+    return lambda name, dtype="float32": _load(name, dtype)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Return a function that loads a tokenizer by its model's name."""
+    from transformers import AutoTokenizer
+
+    def find(name: str):
+        if not (model_path(name) / "tokenizer.json").exists():
+            pytest.skip(f"no {name} in $OUTRIDER_MODELS")
+        return AutoTokenizer.from_pretrained(model_path(name))
+
+    return find

@@ -17,7 +17,7 @@ from outrider.core.proposal import Law, Proposal
 from outrider.core.request import Request
 from outrider.core.rules import RuleName, Verdict, verify
 from outrider.core.settle import Outcome, settle
-from outrider.core.target import Rows, TargetLaw, target_law
+from outrider.core.target import Rows, target_law
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Budget:
     rule: RuleName
     coins: Coins
 
-    def draft_seeds(self, law: TargetLaw, starts: Tensor) -> Tensor:
-        """Return the seeds to draw drafts with. starts: [N] where each row's block starts."""
+    def draft_seeds(self, seeds: Tensor, starts: Tensor) -> Tensor:
+        """Return the seeds to draw drafts with, [N], for blocks that start at these positions."""
         stream = Stream.TARGET if self.rule == "match" else Stream.DRAFT
-        return self.coins.fork(law.seeds, stream, starts)
+        return self.coins.fork(seeds, stream, starts)
 
 
 class Drafter(Protocol):

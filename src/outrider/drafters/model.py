@@ -150,7 +150,7 @@ class ModelDrafter(Generic[S]):
         rows = Rows(requests, range(len(eager)), [len(path) for path in paths], lambda: paths)
         law = target_law(logits, rows)
         starts = torch.tensor([request.position for request in requests], device=logits.device)
-        drawn = law.draw(budget.coins, budget.draft_seeds(law, starts))
+        drawn = law.draw(budget.coins, budget.draft_seeds(law.seeds, starts))
         confidence = law.logits.softmax(-1).gather(-1, drawn[:, None])
         probs = law.probs() if budget.rule != "match" else None
         numbers = zip(drawn.tolist(), confidence[:, 0].tolist(), strict=True)

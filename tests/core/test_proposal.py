@@ -1,0 +1,130 @@
+"""Proposals: ragged, chain and tree in one type, and checked when made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.core import (
+    ROOT,
+    Draft,
+    DraftFault,
+    PointMass,
+    Proposal,
+    Sampled,
+    Siblings,
+    Unsupported,
+    chain,
+    verify,
+)
+
+
+@st.composite
+def trees(draw):
+    size = draw(st.integers(0, 6))
+    tokens = tuple(draw(st.integers(0, 9)) for _ in range(size))
+    parents = tuple(draw(st.integers(-1, i - 1)) for i in range(size))
+    return Draft(tokens, parents, PointMass())
+
+
+@given(st.lists(trees(), min_size=1, max_size=5))
+def test_rows_lead_back_to_their_drafts(drafts):
+    proposal = Proposal.of(drafts)
+    assert proposal.num_rows == sum(len(d.tokens) + 1 for d in drafts)
+    assert sorted([*proposal.root_rows, *proposal.draft_rows]) == list(range(proposal.num_rows))
+    paths = proposal.paths()
+    for r, draft in enumerate(drafts):
+        assert paths[proposal.root_rows[r]] == ()
+        for i, parent in enumerate(draft.parents):
+            flat = proposal.starts[r] + i
+            path, node = [], i
+            while node != ROOT:
+                path.insert(0, draft.tokens[node])
+                node = draft.parents[node]
+            row = proposal.draft_rows[flat]
+            assert paths[row] == tuple(path)
+            assert proposal.row_depths[row] == proposal.depths[flat] == len(path)
+            assert proposal.row_owners[row] == proposal.owners[flat] == r
+            elders = [j for j in range(i) if draft.parents[j] == parent]
+            assert proposal.ranks[flat] == len(elders)
+            above = proposal.root_rows[r] if parent == ROOT else row - i + parent
+            assert proposal.parent_rows[flat] == above
+    assert proposal.max_depth == max((len(p) for p in paths), default=0)
+
+
+def test_empty():
+    proposal = Proposal.empty(3)
+    assert (proposal.batch_size, proposal.num_rows, proposal.max_depth) == (3, 3, 0)
+    assert proposal.dense_q(torch.zeros(1, 5)).shape == (0, 5)
+
+
+def ids(*tokens):
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+Q = torch.full((2, 5), 0.2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Proposal(ids(1), (2,), (ROOT, 0), (PointMass(),)),
+        lambda: Proposal(ids(1, 2), (2,), (ROOT,), (PointMass(),)),
+        lambda: Proposal(ids(1), (1,), (ROOT,), ()),
+        lambda: Proposal(ids(), (-1, 1), (), (PointMass(), PointMass())),
+        lambda: Proposal(ids(1, 2), (2,), (ROOT, 1), (PointMass(),)),
+        lambda: Proposal(ids(1, 2), (2,), (-2, 0), (PointMass(),)),
+        lambda: Proposal(ids(1, 2), (2,), (ROOT, ROOT), (Sampled(Q),)),
+        lambda: Proposal(ids(1), (1,), (ROOT,), (Sampled(Q),)),
+        lambda: Proposal(ids(1), (1,), (ROOT,), (Siblings(Q, True),)),
+    ],
+)
+def test_nonsense_is_refused(make):
+    with pytest.raises(DraftFault):
+        make()
+
+
+def test_dense_q_without_replacement_drops_elders():
+    q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    draft = Draft((0, 2, 1), (ROOT, ROOT, 0), Siblings(q.expand(3, 3), replacement=False))
+    found = Proposal.of([chain(()), draft]).dense_q(q)
+    expected = torch.tensor([[0.5, 0.3, 0.2], [0.0, 0.6, 0.4], [0.5, 0.3, 0.2]]).double()
+    torch.testing.assert_close(found, expected)
+
+
+def test_unknown_rule():
+    with pytest.raises(Unsupported, match="choose one of match, residual, block"):
+        verify("typical", None, Proposal.empty(1), None)
+
+
+PAIRINGS = """
+from outrider.core import Coins, PointMass, Proposal, Sampled, Siblings, TargetLaw
+from outrider.core import verify_block, verify_match, verify_residual
+
+def ok(p: TargetLaw, coins: Coins, a: Proposal[Sampled], b: Proposal[PointMass],
+       c: Proposal[Siblings]) -> None:
+    verify_block(p, a, coins)
+    verify_block(p, b, coins)
+    verify_match(p, c, coins)
+    verify_residual(p, c, coins)
+
+def wrong(p: TargetLaw, coins: Coins, c: Proposal[Siblings]) -> None:
+    verify_block(p, c, coins)
+"""
+
+
+def test_wrong_pairing_is_found_by_the_type_checker(tmp_path):
+    pytest.importorskip("mypy")
+    file = tmp_path / "pairing.py"
+    file.write_text(PAIRINGS)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(file)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    errors = [line for line in found.splitlines() if "error:" in line]
+    assert len(errors) == 1, found
+    assert 'Argument 2 to "verify_block"' in errors[0]
+    assert "Siblings" in errors[0]
