@@ -33,9 +33,11 @@ S = TypeVar("S")
 class DraftModel(Protocol[S]):
     """A causal language model with a cache, as a host provides it. S: its handle of a sequence.
 
+    vocab_size: it reads ids below this
     max_length: the longest sequence it can read
     """
 
+    vocab_size: int
     max_length: int
 
     def open(self) -> S:
@@ -129,6 +131,7 @@ class ModelDrafter(Generic[S]):
             if len(state.drafts) < most
             and state.survival >= self._min_survival
             and request.length + len(state.drafts) <= self._model.max_length
+            and max(self._unread(request, state)) < self._model.vocab_size
         ]
 
     def _unread(self, request: Request, state: _State[S]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -87,13 +87,17 @@ class Stream:
     """An iterator over the steps of a generation. `result` fills as it goes."""
 
     result: Generation
-    _events: Iterator[StepEvent] = field(repr=False)
+    _events: Generator[StepEvent, None, None] = field(repr=False)
 
     def __iter__(self) -> Iterator[StepEvent]:
         return self._events
 
     def __next__(self) -> StepEvent:
         return next(self._events)
+
+    def close(self) -> None:
+        """Stop early, and give everything back."""
+        self._events.close()
 
 
 def generate(
@@ -168,7 +172,7 @@ def _run(
     result: Generation,
     max_drafts: int,
     rule: RuleName,
-) -> Iterator[StepEvent]:
+) -> Generator[StepEvent, None, None]:
     """Decode until every request has ended. The first step reads the prompts."""
     coins = KeyedCoins()
     active = list(requests)

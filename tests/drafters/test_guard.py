@@ -1,0 +1,227 @@
+"""Whatever a drafter does wrong costs speed only, and is counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from outrider.core import (
+    ROOT,
+    Budget,
+    Draft,
+    KeyedCoins,
+    Outcome,
+    PointMass,
+    Proposal,
+    Request,
+    Sampled,
+    SamplingParams,
+    Siblings,
+    chain,
+)
+from outrider.drafters import GuardedDrafter
+
+V = 10
+
+
+class Scripted:
+    """Does in each step what its script says."""
+
+    name = "scripted"
+
+    def __init__(self, *script):
+        self.script = list(script)
+        self.calls: list[str] = []
+        self.known: set[int] = set()
+
+    def start(self, requests):
+        self.calls.append("start")
+        self.known |= {r.id for r in requests}
+
+    def propose(self, requests, budget):
+        self.calls.append("propose")
+        assert {r.id for r in requests} <= self.known
+        action = self.script.pop(0) if self.script else "good"
+        if callable(action):
+            return action()
+        return Proposal.of([chain([1]) for _ in requests])
+
+    def observe(self, outcomes):
+        self.calls.append("observe")
+        assert {o.request.id for o in outcomes} <= self.known
+
+    def stop(self, requests):
+        self.calls.append("stop")
+        self.known -= {r.id for r in requests}
+
+
+def requests(count=2):
+    return [Request(i, (1,), SamplingParams(), 0) for i in range(count)]
+
+
+def budget(rule="match", *most):
+    return Budget(most or (3, 3), rule, KeyedCoins())
+
+
+def fail():
+    raise RuntimeError("out of memory")
+
+
+def run(guard, steps, made=None, rule="match"):
+    """Return in which of the steps there were drafts."""
+    made = made or requests()
+    guard.start(made)
+    drafted = []
+    for _ in range(steps):
+        proposal = guard.propose(made, budget(rule))
+        drafted.append(sum(proposal.num_drafts) > 0)
+        guard.observe([Outcome(r, (1,), (0,), 0, 0, None) for r in made])
+    guard.stop(made)
+    return drafted
+
+
+def test_good_drafter_is_let_alone():
+    guard = GuardedDrafter(Scripted(), V)
+    assert run(guard, 3) == [True] * 3
+    assert not guard.fallbacks
+
+
+def test_exception(caplog):
+    drafter = Scripted(fail)
+    guard = GuardedDrafter(drafter, V)
+    assert run(guard, 4) == [False, False, True, True]
+    assert guard.fallbacks == {"error": 2, "resting": 2}
+    # after the fault everything is told anew
+    assert drafter.calls[:3] == ["start", "propose", "stop"]
+    assert drafter.calls[3:5] == ["start", "propose"]
+    assert "out of memory" in caplog.text
+
+
+def test_rests_longer_each_time():
+    guard = GuardedDrafter(Scripted(*[fail] * 4), V)
+    steps = run(guard, 20)
+    assert guard.fallbacks["error"] == 4 * 2
+    assert steps.index(True) == 4 + 1 + 2 + 4 + 8
+
+
+@pytest.mark.parametrize("broken", ["start", "observe", "stop"])
+def test_other_calls_may_fail_too(broken):
+    drafter = Scripted()
+    calls = {"left": 1}
+    original = getattr(drafter, broken)
+
+    def once(argument):
+        if calls["left"]:
+            calls["left"] = 0
+            fail()
+        original(argument)
+
+    setattr(drafter, broken, once)
+    guard = GuardedDrafter(drafter, V)
+    assert run(guard, 4).count(True) >= 2
+    assert guard.fallbacks["error"] == 2
+
+
+def test_stop_failing_after_a_fault():
+    drafter = Scripted(fail)
+    drafter.stop = lambda requests: fail()
+    assert run(GuardedDrafter(drafter, V), 4)[-1]
+
+
+def of(*drafts):
+    return lambda: Proposal.of(list(drafts))
+
+
+Q = torch.full((1, V), 0.1)
+GARBAGE = {
+    "id too large": of(chain([V]), chain([])),
+    "id negative": of(chain([-1]), chain([])),
+    "over budget": of(chain([1, 2, 3, 4]), chain([])),
+    "for another batch": of(chain([1])),
+    "int32": lambda: Proposal(
+        torch.tensor([1], dtype=torch.int32), (1, 0), (ROOT,), (PointMass(), PointMass())
+    ),
+    "parent after child": lambda: Proposal(
+        torch.tensor([1]), (1, 0), (3,), (PointMass(), PointMass())
+    ),
+    "not a proposal": lambda: None,
+}
+BAD_LAWS = {
+    "q is nan": of(chain([1], Sampled(Q * torch.nan)), chain([])),
+    "q does not sum to 1": of(chain([1], Sampled(Q * 2)), chain([])),
+    "q of another vocabulary": of(chain([1], Sampled(Q[:, :5] * 2)), chain([])),
+    "q cannot have drawn it": of(chain([1], Sampled(torch.eye(V)[2:3])), chain([])),
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_garbage(kind):
+    guard = GuardedDrafter(Scripted(GARBAGE[kind]), V)
+    assert run(guard, 3) == [False, False, True]
+    reason = "error" if kind == "not a proposal" else "garbage"
+    assert guard.fallbacks == {reason: 2, "resting": 2}
+
+
+@pytest.mark.parametrize("rule", ["residual", "block"])
+@pytest.mark.parametrize("kind", BAD_LAWS)
+def test_impossible_law(kind, rule):
+    guard = GuardedDrafter(Scripted(BAD_LAWS[kind]), V)
+    assert run(guard, 1, rule=rule) == [False]
+    assert guard.fallbacks == {"garbage": 2}
+    # `match` does not look at the law
+    assert run(GuardedDrafter(Scripted(BAD_LAWS[kind]), V), 1) == [True]
+
+
+def test_law_that_does_not_fit_the_rule():
+    tree = Draft((1, 2), (ROOT, ROOT), Siblings(Q.expand(2, V), replacement=False))
+    for rule, fits in (("block", False), ("residual", True), ("match", True)):
+        guard = GuardedDrafter(Scripted(of(tree, chain([]))), V)
+        assert run(guard, 1, rule=rule) == [fits]
+
+
+def test_nothing_allowed_nothing_asked():
+    drafter = Scripted()
+    guard = GuardedDrafter(drafter, V)
+    guard.start(requests())
+    assert guard.propose(requests(), budget("match", 0, 0)).num_drafts == (0, 0)
+    assert "propose" not in drafter.calls
+
+
+def test_time_out():
+    """A hanging call is left behind; when it returns, the drafter starts afresh."""
+    gate = threading.Event()
+
+    def hang():
+        gate.wait(10)
+        return Proposal.of([chain([1]), chain([1])])
+
+    drafter = Scripted(hang)
+    guard = GuardedDrafter(drafter, V, timeout=0.05)
+    made = requests()
+    guard.start(made)
+    started = time.monotonic()
+    assert sum(guard.propose(made, budget()).num_drafts) == 0
+    for _ in range(5):
+        guard.observe([Outcome(r, (1,), (0,), 0, 0, None) for r in made])
+        assert sum(guard.propose(made, budget()).num_drafts) == 0
+    guard.stop(made[:1])
+    assert time.monotonic() - started < 5
+    assert guard.fallbacks == {"timeout": 2, "resting": 10}
+    gate.set()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        if sum(guard.propose(made[1:], budget("match", 3)).num_drafts) > 0:
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the drafter did not come back")
+    guard.close()
+
+
+def test_thread_without_fault():
+    guard = GuardedDrafter(Scripted(), V, timeout=5)
+    assert run(guard, 3) == [True] * 3
+    guard.close()

@@ -1,0 +1,273 @@
+"""`generate`, `stream` and `custom_generate` as a user calls them, on the models in the repo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adversaries import RandomDrafter, shallow
+from transformers import AutoModelForCausalLM
+
+import outrider
+from outrider.core import FinishReason
+from outrider.drafters import ModelDrafter
+from outrider.hosts.transformers import NAME, Runner, TransformersHost
+
+TEXTS = ["The outrider", "At the bridge the toll-keeper", "The road was"]
+
+
+@pytest.fixture(scope="module")
+def pair(load, tokenizer):
+    """Return the tiny target (Llama), its draft (GPT-2), their tokenizer and prompts."""
+    tok = tokenizer("tiny-target")
+    return load("tiny-target"), load("tiny-draft"), tok, [tok.encode(text) for text in TEXTS]
+
+
+def hf_greedy(model, prompt, length=60):
+    out = model.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("exactness", ["law", "bitwise"])
+@pytest.mark.parametrize("which", ["none", "ngram", "draft"])
+def test_greedy_is_that_of_transformers(pair, which, exactness):
+    target, draft, tok, prompts = pair
+    done = outrider.generate(
+        target,
+        prompts,
+        drafter=draft if which == "draft" else which,
+        sampling={"max_tokens": 60},
+        exactness=exactness,
+    )
+    assert done.outputs == [hf_greedy(target, prompt) for prompt in prompts]
+    assert done.stats.accepted > 0 or which == "none"
+    assert not done.stats.fallbacks
+
+
+@pytest.mark.parametrize("rule", ["residual", "block"])
+def test_other_rules_run_and_accept(pair, rule):
+    target, draft, tok, prompts = pair
+    torch.manual_seed(0)
+    sampling = {"temperature": 0.8, "max_tokens": 50, "ignore_eos": True}
+    done = outrider.generate(target, prompts, drafter=draft, sampling=sampling, rule=rule)
+    assert [len(output) for output in done.outputs] == [50] * 3
+    assert done.stats.acceptance_rate > 0.3
+    assert not done.stats.fallbacks
+
+
+@pytest.mark.parametrize("rule", ["residual", "block"])
+def test_greedy_under_other_rules(pair, rule):
+    target, draft, tok, prompts = pair
+    done = outrider.generate(target, prompts, drafter=draft, sampling={"max_tokens": 60}, rule=rule)
+    assert done.outputs == [hf_greedy(target, prompt) for prompt in prompts]
+
+
+def test_shared_coins_beat_independent_drafts(pair, monkeypatch):
+    """At T = 1 a draft drawn with the target's coins is accepted more often than without."""
+    target, draft, tok, prompts = pair
+    params = {"temperature": 1.0, "max_tokens": 80, "ignore_eos": True}
+    sampling = [params | {"seed": seed} for seed in (1, 2, 3)]
+
+    def run():
+        drafter = ModelDrafter(Runner(draft), target.config.vocab_size, min_survival=0.0)
+        return outrider.generate(target, prompts, drafter=drafter, sampling=sampling, max_drafts=3)
+
+    shared = run()
+    monkeypatch.setattr(outrider.core.Budget, "draft_seeds", lambda self, seeds, starts: seeds + 1)
+    independent = run()
+    assert shared.outputs == independent.outputs
+    assert shared.stats.acceptance_rate > 1.2 * independent.stats.acceptance_rate
+
+
+def test_seed(pair):
+    target, draft, tok, prompts = pair
+    sampling = {"temperature": 1.0, "max_tokens": 30}
+
+    def run(**more):
+        return outrider.generate(target, prompts[:1], sampling=sampling | more).outputs[0]
+
+    assert run(seed=5) == run(seed=5) != run(seed=6)
+    torch.manual_seed(1)
+    first = run()
+    torch.manual_seed(1)
+    assert run() == first
+
+
+def test_stop_string_and_reasons(pair):
+    target, draft, tok, prompts = pair
+    long = outrider.generate(target, prompts[:1], sampling={"max_tokens": 60})
+    text = tok.decode(long.outputs[0])
+    word = text.split()[6]
+    done = outrider.generate(
+        target, prompts[:1], drafter=draft, sampling={"max_tokens": 60, "stop": word}, tokenizer=tok
+    )
+    assert done.finish_reasons == [FinishReason.STOP]
+    assert word in tok.decode(done.outputs[0])
+    assert done.outputs[0] == long.outputs[0][: len(done.outputs[0])]
+    assert word not in tok.decode(done.outputs[0][:-1])
+
+
+def test_logprobs(pair):
+    target, draft, tok, prompts = pair
+    params = {"max_tokens": 20, "logprobs": 3}
+    done = outrider.generate(target, prompts[:2], drafter=draft, sampling=params)
+    for prompt, output, entries in zip(prompts, done.outputs, done.logprobs, strict=False):
+        with torch.inference_mode():
+            logits = target(torch.tensor([[*prompt, *output]])).logits[0]
+        expected = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        assert len(entries) == len(output)
+        for entry, token, row in zip(entries, output, expected, strict=True):
+            assert entry.token == pytest.approx(row[token].item(), abs=1e-4)
+            assert [t for t, _ in entry.top] == row.topk(3).indices.tolist()
+            assert entry.top[0][1] == pytest.approx(row.max().item(), abs=1e-4)
+    assert outrider.generate(target, prompts[:1], sampling={"max_tokens": 3}).logprobs == [[]]
+
+
+def test_stream_yields_what_generate_returns(pair):
+    target, draft, tok, prompts = pair
+    run = outrider.stream(target, prompts, drafter=draft, sampling={"max_tokens": 40})
+    outputs: list[list[int]] = [[] for _ in prompts]
+    for event in run:
+        for i, outcome in zip(event.indices, event.outcomes, strict=True):
+            outputs[i] += outcome.tokens
+        assert run.result.outputs == outputs
+    done = outrider.generate(target, prompts, drafter=draft, sampling={"max_tokens": 40})
+    assert outputs == done.outputs
+    assert done.sequences == [[*p, *o] for p, o in zip(prompts, outputs, strict=True)]
+    with pytest.raises(StopIteration):
+        next(run)
+
+
+def test_abandoned_stream_gives_its_slots_back(pair, monkeypatch):
+    target, draft, tok, prompts = pair
+    hosts = []
+    original = TransformersHost.__init__
+
+    def spy(self, *args):
+        original(self, *args)
+        hosts.append(self)
+
+    monkeypatch.setattr(TransformersHost, "__init__", spy)
+    run = outrider.stream(target, prompts, drafter=draft, sampling={"max_tokens": 40})
+    next(run)
+    assert hosts[0].runner.pool.used_pages > 0
+    run.close()
+    assert hosts[0].runner.pool.used_pages == 0
+    outrider.generate(target, prompts, sampling={"max_tokens": 300})  # grows, then gives all back
+    assert hosts[1].runner.pool.used_pages == 0
+
+
+def test_custom_generate(pair):
+    target, draft, tok, prompts = pair
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
+    expected = target.generate(ids, **options)
+    found = target.generate(ids, **options, custom_generate=outrider.custom_generate, drafter=draft)
+    assert torch.equal(found, expected)
+    with pytest.raises(outrider.Unsupported, match="NoRepeatNGram"):
+        target.generate(
+            ids, **options, custom_generate=outrider.custom_generate, no_repeat_ngram_size=2
+        )
+
+
+def test_model_is_left_as_it_was(pair):
+    target, draft, tok, prompts = pair
+    before = target.config._attn_implementation
+    expected = hf_greedy(target, prompts[0])
+    outrider.generate(target, prompts, drafter=draft, sampling={"max_tokens": 5})
+    assert target.config._attn_implementation == before
+    assert hf_greedy(target, prompts[0]) == expected
+
+
+def test_model_loaded_with_our_attention(pair):
+    """`attn_implementation="outrider"` is `sdpa` outside our passes."""
+    target, draft, tok, prompts = pair
+    own = AutoModelForCausalLM.from_pretrained(
+        target.config.name_or_path, dtype=torch.float32, attn_implementation=NAME
+    ).eval()
+    assert hf_greedy(own, prompts[0]) == hf_greedy(target, prompts[0])
+    done = outrider.generate(own, prompts[:1], sampling={"max_tokens": 60})
+    assert done.outputs[0] == hf_greedy(target, prompts[0])
+
+
+def test_one_prompt_in_every_form(pair):
+    target, draft, tok, prompts = pair
+    forms = [prompts[0], [prompts[0]], torch.tensor(prompts[0]), torch.tensor([prompts[0]])]
+    outputs = [outrider.generate(target, f, sampling={"max_tokens": 9}).outputs for f in forms]
+    assert outputs == [outputs[0]] * 4
+
+
+def test_draft_shorter_than_the_text(pair):
+    """A draft model with a short context stops drafting; the request goes on."""
+    target, draft, tok, prompts = pair
+    runner = Runner(draft)
+    runner.max_length = 20
+    drafter = ModelDrafter(runner, target.config.vocab_size)
+    done = outrider.generate(target, prompts, drafter=drafter, sampling={"max_tokens": 60})
+    assert done.outputs == [hf_greedy(target, prompt) for prompt in prompts]
+    assert 0 < done.stats.drafted < 60
+    assert not done.stats.fallbacks
+
+
+def test_draft_of_another_vocabulary_size(pair):
+    """Padded-size twins are fine: more or fewer rows of logits than the target's."""
+    target, draft, tok, prompts = pair
+    for size in (target.config.vocab_size + 64, target.config.vocab_size - 8):
+        small = shallow(target, 2)
+        small.resize_token_embeddings(size, mean_resizing=False)
+        done = outrider.generate(
+            target,
+            prompts,
+            drafter=small.eval(),
+            sampling={"max_tokens": 40},
+            tokenizer=tok,
+            draft_tokenizer=tok,
+        )
+        assert done.outputs == [hf_greedy(target, prompt, 40) for prompt in prompts]
+        assert not done.stats.fallbacks
+        assert done.stats.accepted > 0
+
+
+def test_refusals(pair, load):
+    target, draft, tok, prompts = pair
+    refused = outrider.Unsupported
+    with pytest.raises(refused, match="drafter 'eagle'"):
+        outrider.generate(target, prompts, drafter="eagle")
+    with pytest.raises(refused, match="rule='residual'"):
+        outrider.generate(target, prompts, rule="residual", exactness="bitwise")
+    with pytest.raises(refused, match="512 positions"):
+        outrider.generate(target, prompts, sampling={"max_tokens": 600})
+    with pytest.raises(ValueError, match="max_drafts"):
+        outrider.generate(target, prompts, max_drafts=-1)
+    with pytest.raises(ValueError, match="2 sampling parameters for 3 prompts"):
+        outrider.generate(target, prompts, sampling=[{}, {}])
+    with pytest.raises(TypeError, match="temprature"):
+        outrider.generate(target, prompts, sampling={"temprature": 1.0})
+    nameless = shallow(target, 2)
+    nameless.config.name_or_path = ""
+    with pytest.raises(refused, match="draft's tokenizer"):
+        outrider.generate(target, prompts, drafter=nameless)
+    try:
+        target.train()
+        with pytest.raises(refused, match=r"model\.eval"):
+            outrider.generate(target, prompts)
+    finally:
+        target.eval()
+
+
+@pytest.mark.models
+def test_drafter_of_another_tokenizer_is_refused(pair, load):
+    target, draft, tok, prompts = pair
+    other = load("stories260k")
+    with pytest.raises(outrider.Unsupported, match="tokenizer differs"):
+        outrider.generate(target, prompts, drafter=other)
+
+
+def test_adversary_costs_speed_only(pair):
+    target, draft, tok, prompts = pair
+    done = outrider.generate(
+        target, prompts, drafter=RandomDrafter(512), sampling={"max_tokens": 30}, max_drafts=20
+    )
+    assert done.outputs == [hf_greedy(target, prompt, 30) for prompt in prompts]
+    assert done.stats.acceptance_rate < 0.05
