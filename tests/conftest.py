@@ -33,6 +33,15 @@ def model_path(name: str) -> Path:
     return root / name
 
 
+def found(name: str) -> Path:
+    """Return where a model lies, or skip the test; where models are required, fail it."""
+    path = model_path(name)
+    if not (path / "config.json").exists():
+        say = pytest.fail if os.environ.get("OUTRIDER_REQUIRE_MODELS") else pytest.skip
+        say(f"no model {name} under $OUTRIDER_MODELS")
+    return path
+
+
 @lru_cache(maxsize=6)
 def _load(name: str, dtype: str):
     import torch
@@ -40,10 +49,7 @@ def _load(name: str, dtype: str):
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    path = model_path(name)
-    if not (path / "config.json").exists():
-        pytest.skip(f"no {name}: put the model at {path.parent.name}/{name} in $OUTRIDER_MODELS")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    return AutoModelForCausalLM.from_pretrained(found(name), dtype=getattr(torch, dtype)).eval()
 
 
 @pytest.fixture(scope="session")
@@ -57,12 +63,7 @@ def tokenizer():
     """Return a function that loads a tokenizer by its model's name."""
     from transformers import AutoTokenizer
 
-    def find(name: str):
-        if not (model_path(name) / "tokenizer.json").exists():
-            pytest.skip(f"no {name} in $OUTRIDER_MODELS")
-        return AutoTokenizer.from_pretrained(model_path(name))
-
-    return find
+    return lambda name: AutoTokenizer.from_pretrained(found(name))
 
 
 def pytest_terminal_summary(terminalreporter):

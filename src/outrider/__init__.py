@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from outrider.core import SamplingParams, Unsupported
     from outrider.drafters import ModelDrafter, NgramDrafter, NoDrafter
     from outrider.hosts.transformers import Generation, custom_generate, generate, stream
+    from outrider.kernels.int8_linear import int8_copy
 
 _HOMES = {
     "Generation": "outrider.hosts.transformers",
@@ -24,6 +25,7 @@ _HOMES = {
     "Unsupported": "outrider.core",
     "custom_generate": "outrider.hosts.transformers",
     "generate": "outrider.hosts.transformers",
+    "int8_copy": "outrider.kernels.int8_linear",
     "stream": "outrider.hosts.transformers",
 }
 
@@ -37,6 +39,7 @@ __all__ = [
     "__version__",
     "custom_generate",
     "generate",
+    "int8_copy",
     "stream",
 ]
 

@@ -34,21 +34,25 @@ def in_tiles(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a row-wise product to x, [.., K], in tiles of ROWS rows, padded with zeros."""
     flat = x.reshape(-1, x.shape[-1])
     count = len(flat)
-    padded = F.pad(flat, (0, 0, 0, -count % ROWS))
-    out = torch.cat([product(tile) for tile in torch.split(padded, ROWS)])[:count]
-    return out.view(*x.shape[:-1], out.shape[-1])
+    if count % ROWS:
+        flat = F.pad(flat, (0, 0, 0, -count % ROWS))
+    tiles = [product(tile) for tile in torch.split(flat, ROWS)]
+    out = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    return out[:count].view(*x.shape[:-1], out.shape[-1])
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply a function of single elements to x, each element always by its vector version."""
+    width = x.shape[-1]
     if x.device.type != "cpu":
         return function(x)
-    flat = x.reshape(-1, x.shape[-1])
-    padded = F.pad(flat, (0, -flat.shape[-1] % VECTOR)).contiguous()
-    rows = max(1, SERIAL // padded.shape[-1])
-    parts = [function(part) for part in torch.split(padded, rows)]
+    if width % VECTOR == 0 and x.numel() <= SERIAL:
+        return function(x.contiguous())
+    flat = F.pad(x.reshape(-1, width), (0, -width % VECTOR)).contiguous()
+    rows = max(1, SERIAL // flat.shape[-1])
+    parts = [function(part) for part in torch.split(flat, rows)]
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out[:, : x.shape[-1]].reshape(x.shape)
+    return out[:, :width].reshape(x.shape)
 
 
 _ELEMENTWISE = {

@@ -1,0 +1,52 @@
+"""The command line, as a user starts it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+import outrider
+
+OUTRIDER = [sys.executable, "-m", "outrider"]
+
+
+def run(*args, **more):
+    return subprocess.run([*OUTRIDER, *args], capture_output=True, text=True, check=False, **more)
+
+
+def test_help_is_quick_and_light():
+    """Under half a second, and without torch. The best of three: machines are busy."""
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        found = run("--help")
+        times.append(time.perf_counter() - started)
+        assert found.returncode == 0
+        assert "demo" in found.stdout
+    assert min(times) < 0.5
+    check = "import outrider.cli.main, sys; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", check]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_version():
+    assert run("--version").stdout.strip() == f"outrider {outrider.__version__}"
+
+
+@pytest.mark.parametrize("extra", [(), ("--temperature", "0.8", "--seed", "3")])
+def test_demo_shows_drafts_and_equals_plain_decoding(extra):
+    found = run("demo", "--max-tokens", "60", *extra)
+    assert found.returncode == 0, found.stderr
+    assert re.search(r"equal to plain decoding: (\d+) of \1 tokens", found.stdout)
+    accepted, drafted = re.search(r"(\d+) of (\d+) drafts accepted", found.stdout).groups()
+    assert 0 < int(accepted) < int(drafted)
+
+
+def test_demo_with_a_wrong_path():
+    found = run("demo", "--target", "no/such/model")
+    assert found.returncode != 0

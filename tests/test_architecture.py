@@ -1,0 +1,65 @@
+"""Imports point one way: down."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+# each layer may import itself and what stands before it
+LAYERS = ["core", "kernels", "drafters", "control", "hosts", "cli"]
+MAY_IMPORT = {
+    "core": {"core"},
+    "kernels": {"kernels"},
+    "drafters": {"core", "kernels", "drafters"},
+    "control": {"core", "drafters", "control"},
+    "hosts": {"core", "kernels", "drafters", "control", "hosts"},
+    "cli": set(LAYERS),
+}
+ENGINES = {"transformers", "sglang", "vllm", "triton"}
+MAY_USE = {"hosts": ENGINES, "cli": ENGINES, "kernels": {"triton"}}
+
+
+def imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{file}: relative import"
+            found.add(node.module)
+    return found
+
+
+def violations(layer: str, names: set[str]) -> list[str]:
+    parts = [name.split(".") for name in names]
+    ours = {p[1] for p in parts if p[0] == "outrider" and len(p) > 1}
+    engines = {p[0] for p in parts} & ENGINES
+    return sorted(ours - MAY_IMPORT[layer]) + sorted(engines - MAY_USE.get(layer, set()))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_down(layer):
+    files = sorted((SRC / "outrider" / layer).rglob("*.py"))
+    assert files
+    for file in files:
+        assert violations(layer, imports(file)) == [], file
+
+
+def test_hosts_do_not_know_each_other():
+    for host in (SRC / "outrider" / "hosts").iterdir():
+        if host.is_dir():
+            others = {
+                name.split(".")[2]
+                for file in host.rglob("*.py")
+                for name in imports(file)
+                if name.startswith("outrider.hosts.")
+            }
+            assert others <= {host.name}
+
+
+def test_twin_a_wrong_import_is_seen():
+    assert violations("core", {"outrider.hosts.transformers", "torch"}) == ["hosts"]
+    assert violations("drafters", {"transformers"}) == ["transformers"]
