@@ -79,7 +79,7 @@ class ModelDrafter(Generic[S]):
 
     name = "model"
 
-    def __init__(self, model: DraftModel[S], vocab_size: int, min_survival: float = 0.4) -> None:
+    def __init__(self, model: DraftModel[S], vocab_size: int, min_survival: float = 0.6) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._min_survival = min_survival

@@ -75,6 +75,7 @@ class KVPool:
         k_cache[slots], v_cache[slots] = k, v
         return k_cache, v_cache
 
+    @torch.inference_mode()
     def keep(self, sequence: CachedSequence, rows: Sequence[int]) -> None:
         """Keep, of the rows written beyond the sequence's length, these, in this order."""
         if list(rows) != list(range(len(rows))):

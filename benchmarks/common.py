@@ -1,0 +1,96 @@
+"""What the benchmarks share: prompts, models, and where a figure comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+PROMPTS = {
+    "code": [
+        "Write a Python class for a binary search tree with insert, find and delete.",
+        "Write a Python function that parses a line of CSV with quoted fields. Only code.",
+    ],
+    "chat": [
+        "What should I look at when I buy a used bicycle?",
+        "Explain to a new colleague what a pull request is and how a review works.",
+    ],
+    "prose": [
+        "Write a short story about a lighthouse keeper who finds a letter.",
+        "Describe an old market town on the morning of a fair.",
+    ],
+}
+
+
+def model_path(name: str) -> str:
+    """Return the path of a model under $OUTRIDER_MODELS, or the name itself."""
+    root = Path(os.environ.get("OUTRIDER_MODELS", "~/.cache/outrider-models")).expanduser()
+    return str(root / name) if (root / name).exists() else name
+
+
+def load(name: str, dtype: str) -> Any:
+    """Load a causal language model, its weights read into memory once."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    path = model_path(name)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2, 3]]))  # the first pass reads the weights from disk
+    return model
+
+
+def chat_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the ids of a user's message as the model expects it."""
+    messages = [{"role": "user", "content": text}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def provenance() -> dict[str, Any]:
+    """Say what made a figure: versions, commit, command, machine, date."""
+    import torch
+
+    def git(*args: str) -> str:
+        command = ["git", *args]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = names[0].split(":")[1].strip() if names else cpu
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else ""),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("outrider", "torch", "transformers")},
+        },
+        "machine": {
+            "cpu": cpu,
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "gpu": None,
+        },
+    }
+
+
+def write(topic: str, result: dict[str, Any]) -> None:
+    """Write benchmarks/results/<topic>.json."""
+    file = Path(__file__).parent / "results" / f"{topic}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"provenance": provenance(), **result}, indent=2) + "\n")
+    print(f"wrote {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")

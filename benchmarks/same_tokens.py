@@ -1,0 +1,133 @@
+"""The same tokens as plain decoding, on a real pair of models.
+
+    python benchmarks/same_tokens.py [--target NAME] [--draft NAME] [--tokens 64]
+
+Plain decoding one request at a time is the reference; every other cell must not differ in a
+single token. `exactness="law"` is run once beside it, to show what it is that `bitwise` adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from common import PROMPTS, chat_ids, load, model_path, write
+from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "transformers"))
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "T=0.7": {"temperature": 0.7},
+    "T=1, top-p, penalties": {
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.1,
+    },
+}
+# drafter, K, batch, sampling, exactness
+CELLS = [
+    ("none", 0, 6, "greedy", "bitwise"),
+    ("model", 4, 6, "greedy", "bitwise"),
+    ("ngram", 8, 6, "greedy", "bitwise"),
+    ("random", 3, 6, "greedy", "bitwise"),
+    ("ragged", 8, 6, "greedy", "bitwise"),
+    ("model", 8, 3, "greedy", "bitwise"),
+    ("model", 6, 1, "greedy", "bitwise"),
+    ("none", 0, 6, "T=0.7", "bitwise"),
+    ("model", 3, 6, "T=0.7", "bitwise"),
+    ("ragged", 5, 6, "T=0.7", "bitwise"),
+    ("model", 5, 3, "T=0.7", "bitwise"),
+    ("none", 0, 6, "T=1, top-p, penalties", "bitwise"),
+    ("model", 2, 6, "T=1, top-p, penalties", "bitwise"),
+    ("ngram", 4, 6, "T=1, top-p, penalties", "bitwise"),
+    ("ragged", 6, 6, "T=1, top-p, penalties", "bitwise"),
+    ("random", 6, 6, "greedy", "law"),
+]
+
+
+def main() -> None:
+    """Compare, and write benchmarks/results/same_tokens.json."""
+    from adversaries import RaggedDrafter, RandomDrafter
+    from transformers import AutoTokenizer
+
+    import outrider
+    from outrider.drafters import ModelDrafter
+    from outrider.hosts.transformers import Runner
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", default="qwen2.5-coder-1.5b-instruct")
+    parser.add_argument("--draft", default="qwen2.5-coder-0.5b-instruct")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=72)
+    args = parser.parse_args()
+    target, draft = load(args.target, args.dtype), outrider.int8_copy(load(args.draft, args.dtype))
+    vocab = target.config.vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(model_path(args.target))
+    prompts = [chat_ids(tokenizer, text) for texts in PROMPTS.values() for text in texts]
+    drafters: dict[str, Any] = {
+        "none": lambda: "none",
+        "ngram": lambda: "ngram",
+        "model": lambda: ModelDrafter(Runner(draft), vocab, min_survival=0.1),
+        "random": lambda: RandomDrafter(vocab),
+        "ragged": lambda: RaggedDrafter(vocab),
+    }
+
+    def generate(drafter: str, k: int, chosen: list[int], kind: str, exactness: str) -> Any:
+        more = {"max_tokens": args.tokens, "ignore_eos": True}
+        return outrider.generate(
+            target,
+            [prompts[i] for i in chosen],
+            drafter=drafters[drafter](),
+            max_drafts=k,
+            sampling=[SAMPLING[kind] | more | {"seed": i} for i in chosen],
+            exactness=exactness,
+        )
+
+    cells, plain = [], {}
+    with Progress() as progress:
+        task = progress.add_task("comparing", total=len(CELLS) + len(SAMPLING) * len(prompts))
+        for kind in SAMPLING:
+            for i in range(len(prompts)):
+                plain[kind, i] = generate("none", 0, [i], kind, "bitwise").outputs[0]
+                progress.advance(task)
+        for drafter, k, batch, kind, exactness in CELLS:
+            chosen = list(range(len(prompts)))[:batch]
+            started = time.perf_counter()
+            done = generate(drafter, k, chosen, kind, exactness)
+            pairs = zip(done.outputs, (plain[kind, i] for i in chosen), strict=True)
+            different = sum(x != y for a, b in pairs for x, y in zip(a, b, strict=True))
+            cells.append(
+                {
+                    "drafter": drafter,
+                    "max_drafts": k,
+                    "batch": batch,
+                    "sampling": kind,
+                    "exactness": exactness,
+                    "tokens_compared": args.tokens * batch,
+                    "tokens_different": different,
+                    "accept_length": round(done.stats.accept_length, 3),
+                    "fallbacks": dict(done.stats.fallbacks),
+                    "seconds": round(time.perf_counter() - started, 1),
+                }
+            )
+            progress.console.print(cells[-1])
+            progress.advance(task)
+    bitwise = [cell for cell in cells if cell["exactness"] == "bitwise"]
+    summary = {
+        "tokens_compared": sum(cell["tokens_compared"] for cell in bitwise),
+        "tokens_different": sum(cell["tokens_different"] for cell in bitwise),
+    }
+    print(summary)
+    models = {"target": args.target, "draft": f"{args.draft}, int8", "dtype": args.dtype}
+    write("same_tokens", {**models, **summary, "cells": cells})
+    sys.exit(1 if summary["tokens_different"] else 0)
+
+
+if __name__ == "__main__":
+    main()
