@@ -42,7 +42,6 @@ def methods(target: Any, draft: Any, tokens: int) -> dict[str, Callable[[list[in
         THEIRS[0]: theirs,
         THEIRS[1]: lambda ids: theirs(ids, assistant_model=draft),
         THEIRS[2]: lambda ids: theirs(ids, prompt_lookup_num_tokens=10),
-        "outrider none": lambda ids: mine(ids, "none"),
         "outrider ngram": lambda ids: mine(ids, "ngram"),
         "outrider model": lambda ids: mine(ids, draft),
         "outrider model int8": lambda ids: mine(ids, draft8),

@@ -63,6 +63,14 @@ def test_empty():
     assert proposal.dense_q(torch.zeros(1, 5)).shape == (0, 5)
 
 
+def test_to_another_device():
+    proposal = Proposal.of([chain((1, 2))])
+    assert proposal.to(torch.device("cpu")) is proposal
+    moved = proposal.to(torch.device("meta"))
+    assert moved.tokens.device.type == "meta"
+    assert moved.parents == proposal.parents
+
+
 def ids(*tokens):
     return torch.tensor(tokens, dtype=torch.int64)
 

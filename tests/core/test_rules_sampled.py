@@ -44,7 +44,7 @@ class TableHost:
         paths = zip(proposal.row_owners, proposal.paths(), strict=True)
         return torch.stack([self.p((*requests[r].output, *path)).log() for r, path in paths])
 
-    def commit(self, outcomes: Sequence[Outcome], proposal: Proposal) -> None:
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
         pass
 
 

@@ -36,7 +36,7 @@ def main(
 @app.command()
 def demo(
     prompt: Annotated[str, typer.Argument(help="How the text starts.")] = (
-        "The outrider rode ahead of the carriage"
+        "On a misty morning, an outrider rode out of Harrow."
     ),
     target: Annotated[
         Optional[Path],  # noqa: UP045 - typer reads this at run time, on Python 3.10 too

@@ -76,8 +76,11 @@ class Host(Protocol):
         """Run the target once over all rows of the proposal. Return their logits, [N, V]."""
         ...
 
-    def commit(self, outcomes: Sequence[Outcome], proposal: Proposal[Law]) -> None:
-        """Keep the cache entries of the rows that were kept, and drop the others."""
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep the cache entries of the rows that were kept, and drop the others.
+
+        To be called before the requests are extended.
+        """
         ...
 
 
@@ -95,6 +98,7 @@ def step(host: Host, drafter: Drafter, requests: Sequence[Request], budget: Budg
     """Advance every request by at least one token, as plain decoding would."""
     proposal = drafter.propose(requests, budget)
     logits = host.forward(requests, proposal)
+    proposal = proposal.to(logits.device)
     law = target_law(logits, Rows.of(requests, proposal))
     verdict = verify(budget.rule, law, proposal, budget.coins)
     return Step(proposal, logits, verdict, settle(requests, proposal, verdict))

@@ -16,7 +16,7 @@ The logits of a row are the target's opinion of what follows that row's token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, TypeVar, overload
 
@@ -142,22 +142,26 @@ class Proposal(Generic[L_co]):
                 raise DraftFault(f"{count} drafts with {len(law.q)} rows of q")
 
     @staticmethod
-    def of(
-        drafts: Sequence[Draft[L_co]], device: torch.device | str | None = None
-    ) -> Proposal[L_co]:
+    def of(drafts: Sequence[Draft[L_co]]) -> Proposal[L_co]:
         """Return the proposal made of each request's drafts."""
         tokens = [token for draft in drafts for token in draft.tokens]
         return Proposal(
-            tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+            tokens=torch.tensor(tokens, dtype=torch.int64),
             num_drafts=tuple(len(draft.tokens) for draft in drafts),
             parents=tuple(parent for draft in drafts for parent in draft.parents),
             laws=tuple(draft.law for draft in drafts),
         )
 
     @staticmethod
-    def empty(batch_size: int, device: torch.device | str | None = None) -> Proposal[PointMass]:
+    def empty(batch_size: int) -> Proposal[PointMass]:
         """Return the proposal that drafts nothing: plain decoding."""
-        return Proposal.of([chain(())] * batch_size, device)
+        return Proposal.of([chain(())] * batch_size)
+
+    def to(self, device: torch.device) -> Proposal[L_co]:
+        """Return the proposal with its tokens on this device."""
+        if self.tokens.device == device:
+            return self
+        return replace(self, tokens=self.tokens.to(device))
 
     @property
     def batch_size(self) -> int:

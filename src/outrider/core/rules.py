@@ -77,13 +77,9 @@ def verify_residual(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verd
     left = probs[roots]  # [B, V] the target's law at the walk's row, less what siblings took
 
     for depth in range(proposal.max_depth):
-        resting = walk.rows.clone()
         for rank in range(max(proposal.ranks) + 1):
-            # the candidate: this sibling of each request that has not moved on yet
-            tried = walk.children(depth) & (ranks == rank)
-            if rank:
-                tried &= (walk.rows == resting)[walk.owners]
-            i = tried.nonzero().squeeze(-1)
+            # this sibling of each request that stands at its parent; one that has moved does not
+            i = (walk.children(depth) & (ranks == rank)).nonzero().squeeze(-1)
             r, x = walk.owners[i], tokens[i]
             p_x, q_x = left[r, x], q[i, x]
             ratio = torch.where(q_x > 0, p_x / q_x, 0.0).clamp(max=1.0)
@@ -187,8 +183,10 @@ class _Walk:
     def descend(self, depth: int, accepted: Tensor) -> None:
         """Go down to each walk's first accepted child, if it has one. accepted: [M] bool."""
         drafts = (self.children(depth) & accepted).nonzero().squeeze(-1)
-        # of equal siblings the first: written last
-        self.move(depth, drafts.flip(0))
+        none = len(self.owners)
+        first = torch.full_like(self.rows, none)
+        first.scatter_reduce_(0, self.owners[drafts], drafts, "amin")
+        self.move(depth, first[first < none])
 
     def verdict(self, next_tokens: Tensor) -> Verdict:
         """Return the verdict, given the token that follows each walk's end, [B]."""

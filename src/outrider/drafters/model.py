@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -109,7 +110,8 @@ class ModelDrafter(Generic[S]):
         """Forget what was drafted in vain."""
         for outcome in outcomes:
             state = self._states[outcome.request.id]
-            right = outcome.request.length + outcome.num_accepted_drafts
+            pairs = zip(state.drafts, outcome.tokens, strict=False)
+            right = outcome.request.length + len(list(takewhile(lambda p: p[0] == p[1], pairs)))
             if state.cached > right:
                 state.cached = right
                 self._model.truncate(state.sequence, right)

@@ -28,7 +28,7 @@ from outrider.core import (
 from outrider.drafters import GuardedDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from outrider.hosts.transformers.host import TransformersHost
 from outrider.hosts.transformers.runner import Exactness, Runner
-from outrider.hosts.transformers.tokenizers import check_same_tokens, tokenizer_of
+from outrider.hosts.transformers.tokenizers import check_same_tokenizer
 
 DrafterLike: TypeAlias = "Drafter | PreTrainedModel | str | None"
 SamplingLike: TypeAlias = "SamplingParams | Mapping[str, Any] | None"
@@ -183,7 +183,7 @@ def _run(
             room = [min(max_drafts, r.remaining - 1) if prompts_read else 0 for r in active]
             budget = Budget(tuple(room), rule, coins)
             done = step(host, drafter if prompts_read else plain, active, budget)
-            host.commit(done.outcomes, done.proposal)
+            host.commit(done.outcomes)
             if prompts_read:
                 drafter.observe(done.outcomes)
                 result.stats.record(done.outcomes, done.proposal)
@@ -277,8 +277,6 @@ def _drafter(
         raise Unsupported(f"drafter {given!r}", fix="choose 'ngram', 'none', a model or a Drafter")
     if isinstance(given, PreTrainedModel):
         if given is not model:
-            check_same_tokens(
-                tokenizer or tokenizer_of(model), draft_tokenizer or tokenizer_of(given)
-            )
+            check_same_tokenizer(model, given, tokenizer, draft_tokenizer)
         return ModelDrafter(Runner(given), runner.vocab_size)
     return given

@@ -33,8 +33,8 @@ class TransformersHost:
             segments.append(_segment(sequence, unread, drafts[own], proposal.parents[own]))
         return self.runner.run(segments)
 
-    def commit(self, outcomes: Sequence[Outcome], proposal: Proposal[Law]) -> None:
-        """Keep the cache of the rows that were kept; to be called before the requests grow."""
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep the cache entries of the rows that were kept, and drop the others."""
         for outcome in outcomes:
             sequence = self._sequences[outcome.request.id]
             sequence.length = outcome.request.length - 1
@@ -52,8 +52,5 @@ def _segment(
 ) -> Segment:
     """Return the segment of a request: what is unread, the last token as root, then the drafts."""
     root = len(unread) - 1
-    chained = [*range(-1, root), *(root + 1 + parent for parent in parents)]
-    is_chain = chained == list(range(-1, len(chained) - 1))
-    return Segment(
-        sequence, [*unread, *drafts], parents=None if is_chain else chained, logits_from=root
-    )
+    shifted = [*range(-1, root), *(root + 1 + parent for parent in parents)]
+    return Segment(sequence, [*unread, *drafts], parents=shifted, logits_from=root)

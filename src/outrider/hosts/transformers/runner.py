@@ -46,6 +46,17 @@ class Segment:
     parents: Sequence[int] | None = None
     logits_from: int = 0
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before it."""
+        parents = self.parents
+        return parents is None or list(parents) == list(range(-1, len(parents) - 1))
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether nothing is cached before it."""
+        return self.sequence.length == 0 and self.is_chain
+
 
 class Runner:
     """A model with a paged cache. `exactness="bitwise"` makes rows independent of their company."""
@@ -93,8 +104,8 @@ class Runner:
             return self._forward(segments)
         # A prompt passes alone, in its natural shape: a function of the prompt, whoever else
         # is there. All other rows share a pass and are invariant by tiles.
-        prompts = [i for i, s in enumerate(segments) if _is_prompt(s)]
-        others = [i for i, s in enumerate(segments) if not _is_prompt(s)]
+        prompts = [i for i, s in enumerate(segments) if s.is_prompt]
+        others = [i for i, s in enumerate(segments) if not s.is_prompt]
         logits: dict[int, Tensor] = {i: self._forward([segments[i]]) for i in prompts}
         if others:
             wanted = [len(segments[i].tokens) - segments[i].logits_from for i in others]
@@ -104,8 +115,9 @@ class Runner:
         return torch.cat([logits[i] for i in range(len(segments))])
 
     def _forward(self, segments: Sequence[Segment]) -> Tensor:
-        step = _Pass.plan(segments, self.pool, ROWS if self.exactness == "bitwise" else None)
         device = self.model.device
+        places = ROWS if self.exactness == "bitwise" else None
+        step = _Pass.plan(segments, self.pool, places, device)
         with self._own_attention():
             out = self.model(
                 input_ids=torch.tensor([step.tokens], device=device),
@@ -158,7 +170,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass of the model: its rows, and where their keys are. All tensors are on the host.
+    """One pass of the model: its rows, and where their keys are.
 
     prompts: (first row, last row + 1) of the sequences with nothing cached
     others:  the rows of all other sequences, and their tiles
@@ -175,7 +187,9 @@ class _Pass:
     layers: set[int] = field(default_factory=set)
 
     @staticmethod
-    def plan(segments: Sequence[Segment], pool: KVPool, places: int | None) -> _Pass:
+    def plan(
+        segments: Sequence[Segment], pool: KVPool, places: int | None, device: torch.device
+    ) -> _Pass:
         """Lay out the rows of a pass and give each a slot."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -192,10 +206,10 @@ class _Pass:
             wanted += range(start + segment.logits_from, start + count)
             own = sequence.slots[prefix : prefix + count]
             slots.append(own)
-            paths = _paths(segment.parents)
+            paths = None if segment.is_chain else _paths(segment.parents or ())
             depths = [len(path) for path in paths] if paths else range(1, count + 1)
             positions += [prefix + depth - 1 for depth in depths]
-            if _is_prompt(segment):
+            if segment.is_prompt:
                 prompts.append((start, start + count))
                 continue
             # the rows of this segment, as numbered among `others`
@@ -210,10 +224,15 @@ class _Pass:
                     Past([row], [length], torch.cat([cached, own[path]]))
                     for row, length, path in zip(rows, lens, paths, strict=True)
                 ]
-        tiles = tile_rows(pasts, places) if pasts else None
-        rows_of_others = torch.tensor(others, dtype=torch.int64)
         return _Pass(
-            tokens, positions, wanted, torch.cat(slots), prompts, rows_of_others, tiles, pool
+            tokens,
+            positions,
+            wanted,
+            slots=torch.cat(slots).to(device),
+            prompts=prompts,
+            others=torch.tensor(others, dtype=torch.int64, device=device),
+            tiles=tile_rows(pasts, places, device) if pasts else None,
+            pool=pool,
         )
 
     def attend(
@@ -243,14 +262,8 @@ class _Pass:
         return out
 
 
-def _is_prompt(segment: Segment) -> bool:
-    return segment.sequence.length == 0 and segment.parents is None
-
-
-def _paths(parents: Sequence[int] | None) -> list[list[int]] | None:
-    """Return the tokens on the path to each token, itself included; None for a chain."""
-    if parents is None or list(parents) == list(range(-1, len(parents) - 1)):
-        return None
+def _paths(parents: Sequence[int]) -> list[list[int]]:
+    """Return the tokens on the path to each token, itself included."""
     paths: list[list[int]] = []
     for i, parent in enumerate(parents):
         paths.append([i] if parent == ROOT else [*paths[parent], i])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
@@ -9,9 +10,31 @@ from transformers import AutoTokenizer, PreTrainedModel
 from outrider.core import Unsupported
 
 
-def tokenizer_of(model: PreTrainedModel) -> Any:
+def check_same_tokenizer(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any
+) -> None:
+    """Raise Unsupported unless both models have the same tokenizer.
+
+    A tokenizer that is not given is the one beside its model's weights.
+    """
+    if tokenizer is None and draft_tokenizer is None:
+        _check_by_name(target.config.name_or_path, draft.config.name_or_path)
+    else:
+        _check_same_tokens(
+            tokenizer or _beside(target.config.name_or_path),
+            draft_tokenizer or _beside(draft.config.name_or_path),
+        )
+
+
+@lru_cache(maxsize=16)
+def _check_by_name(target: str, draft: str) -> None:
+    """Load and compare once: that takes seconds for large vocabularies."""
+    _check_same_tokens(_beside(target), _beside(draft))
+
+
+def _beside(name: str) -> Any:
     """Load the tokenizer that lies beside a model's weights, or return None."""
-    if not (name := model.config.name_or_path):
+    if not name:
         return None
     try:
         return AutoTokenizer.from_pretrained(name)
@@ -19,7 +42,7 @@ def tokenizer_of(model: PreTrainedModel) -> Any:
         return None
 
 
-def check_same_tokens(target: Any, draft: Any) -> None:
+def _check_same_tokens(target: Any, draft: Any) -> None:
     """Raise Unsupported unless each id that both tokenizers know is the same token in both.
 
     The sizes of embeddings do not matter: models pad them differently.

@@ -32,7 +32,9 @@ class Past:
     slots: Tensor
 
 
-def tile_rows(pasts: Sequence[Past], places: int | None = None) -> Tiles:
+def tile_rows(
+    pasts: Sequence[Past], places: int | None = None, device: torch.device | None = None
+) -> Tiles:
     """Lay rows out in tiles. `places` fixes the rows of a tile; None takes the largest past's.
 
     Row results are comparable bit for bit only between tiles with equally many places.
@@ -52,9 +54,9 @@ def tile_rows(pasts: Sequence[Past], places: int | None = None) -> Tiles:
         slots[tile, : len(past.slots)] = past.slots
     found = [where[row] for row in sorted(where)]
     return Tiles(
-        rows=torch.tensor(rows),
-        lens=torch.tensor(lens),
-        slots=slots,
-        out_tiles=torch.tensor([tile for tile, _ in found]),
-        out_places=torch.tensor([place for _, place in found]),
+        rows=torch.tensor(rows, device=device),
+        lens=torch.tensor(lens, device=device),
+        slots=slots.to(device),
+        out_tiles=torch.tensor([tile for tile, _ in found], device=device),
+        out_places=torch.tensor([place for _, place in found], device=device),
     )

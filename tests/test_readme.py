@@ -1,0 +1,28 @@
+"""What the README shows works as shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs(monkeypatch, capsys):
+    """The code of the README, with the models of the package in place of larger ones."""
+    code = re.search(r"```python\n(import outrider.*?)```", README, re.DOTALL).group(1)
+    tiny = ROOT / "src" / "outrider" / "assets" / "tiny"
+    for name, which in (("1.5B", "target"), ("0.5B", "draft")):
+        code, count = re.subn(rf'"Qwen/Qwen2.5-Coder-{name}-Instruct"', f'"{tiny / which}"', code)
+        assert count == 1
+    exec(compile(code, "README.md", "exec"), {})
+    assert float(capsys.readouterr().out.split()[-1]) > 1
+
+
+def test_files_that_are_named_exist():
+    named = re.findall(r"`((?:src|tests|benchmarks|scripts)/[\w./]+)`", README)
+    named += re.findall(r"\]\((\w[\w./]+)\)", README)
+    assert named
+    for name in named:
+        assert (ROOT / name).exists(), name
