@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from adversaries import RandomDrafter, shallow
@@ -271,3 +273,45 @@ def test_adversary_costs_speed_only(pair):
     )
     assert done.outputs == [hf_greedy(target, prompt, 30) for prompt in prompts]
     assert done.stats.acceptance_rate < 0.05
+
+
+class Faulty(RandomDrafter):
+    """Fails in its own way at every third step."""
+
+    def __init__(self, fault):
+        super().__init__(512)
+        self.fault, self.steps = fault, 0
+
+    def propose(self, requests, budget):
+        self.steps += 1
+        if self.steps % 3 == 0:
+            self.fault()
+        return super().propose(requests, budget)
+
+
+def out_of_memory():
+    raise RuntimeError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(out_of_memory, "error"), (lambda: time.sleep(0.3), "timeout")],
+    ids=["out of memory", "hanging"],
+)
+def test_faults_cost_speed_only(pair, fault, reason):
+    target, draft, tok, prompts = pair
+    drafter = Faulty(fault)
+    sampling = {"max_tokens": 20}
+    done = outrider.generate(target, prompts, drafter=drafter, sampling=sampling, draft_timeout=0.2)
+    assert done.outputs == [hf_greedy(target, prompt, 20) for prompt in prompts]
+    assert done.stats.fallbacks[reason] >= 3
+    assert done.stats.drafted > 0
+
+
+def test_garbage_costs_speed_only(pair):
+    target, draft, tok, prompts = pair
+    done = outrider.generate(
+        target, prompts, drafter=RandomDrafter(10**6), sampling={"max_tokens": 20}
+    )
+    assert done.outputs == [hf_greedy(target, prompt, 20) for prompt in prompts]
+    assert done.stats.fallbacks["garbage"] > 0
