@@ -2,14 +2,15 @@
 
 One kind of pass serves prefill, decode and verify: each sequence brings the tokens it has not
 cached yet, as a chain or a tree, and all of them go through the model side by side in one row.
-The model's weights and modules are left as they are; only its attention goes through us, by the
-keyword argument that every attention layer of Transformers hands on.
+The model's weights and modules are left as they are; only its attention goes through us, by
+Transformers' own `AttentionInterface`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 from weakref import WeakSet
@@ -118,7 +119,7 @@ class Runner:
         device = self.model.device
         places = ROWS if self.exactness == "bitwise" else None
         step = _Pass.plan(segments, self.pool, places, device)
-        with self._own_attention():
+        with self._own_attention(step):
             out = self.model(
                 input_ids=torch.tensor([step.tokens], device=device),
                 position_ids=torch.tensor([step.positions], device=device),
@@ -126,7 +127,6 @@ class Runner:
                 attention_mask=torch.zeros(1, 1, 1, 1, device=device),
                 use_cache=False,
                 logits_to_keep=torch.tensor(step.wanted, device=device),
-                outrider_pass=step,
             )
         if len(step.layers) != self._num_layers:
             raise Unsupported(
@@ -137,14 +137,16 @@ class Runner:
         return cast(Tensor, out.logits[0])
 
     @contextmanager
-    def _own_attention(self) -> Iterator[None]:
+    def _own_attention(self, step: _Pass) -> Iterator[None]:
         """Let the model's attention layers call ours while this pass runs."""
         before = [(config, config._attn_implementation) for config in self._configs.values()]
+        token = _CURRENT.set(step)
         try:
             for config, _ in before:
                 config._attn_implementation = NAME
             yield
         finally:
+            _CURRENT.reset(token)
             for config, implementation in before:
                 config._attn_implementation = implementation
 
@@ -276,11 +278,11 @@ def attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    outrider_pass: _Pass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend as Transformers' `sdpa`, or over the paged cache within one of our passes."""
-    if outrider_pass is None:
+    step = _CURRENT.get()
+    if step is None:
         return cast(
             "tuple[Tensor, None]",
             sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs),
@@ -293,7 +295,7 @@ def attention(
     scaling = kwargs.get("scaling")
     # ours is row invariant by itself: no need to look at each of its operations
     with torch._C.DisableTorchFunction():
-        out = outrider_pass.attend(
+        out = step.attend(
             cast(int, module.layer_idx),
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
@@ -304,6 +306,9 @@ def attention(
         )
         return out[None], None
 
+
+# The pass that the model is in. Not every model hands keyword arguments on to its attention.
+_CURRENT: ContextVar[_Pass | None] = ContextVar("outrider_pass", default=None)
 
 AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
