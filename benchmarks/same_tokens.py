@@ -20,17 +20,6 @@ from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "transformers"))
 
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "T=0.7": {"temperature": 0.7},
-    "T=1, top-p, penalties": {
-        "temperature": 1.0,
-        "top_p": 0.9,
-        "repetition_penalty": 1.1,
-        "frequency_penalty": 0.2,
-        "presence_penalty": 0.1,
-    },
-}
 # drafter, K, batch, sampling, exactness
 CELLS = [
     ("none", 0, 1, "greedy", "bitwise"),
@@ -54,7 +43,7 @@ CELLS = [
 
 def main() -> None:
     """Compare, and write benchmarks/results/same_tokens.json."""
-    from adversaries import RaggedDrafter, RandomDrafter
+    from adversaries import SAMPLING, RaggedDrafter, RandomDrafter
     from transformers import AutoTokenizer
 
     import outrider

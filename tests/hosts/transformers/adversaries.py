@@ -1,4 +1,4 @@
-"""Drafters that are wrong on purpose, in every way that must not matter."""
+"""Drafters that are wrong on purpose, in every way that must not matter, and ways to sample."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ import random
 from collections.abc import Sequence
 
 from outrider.core import ROOT, Budget, Draft, Outcome, PointMass, Proposal, Request, chain
+
+SAMPLING = {
+    "greedy": {},
+    "T=0.7": {"temperature": 0.7},
+    "T=1, top-p, penalties": {
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.1,
+    },
+}
 
 
 class Adversary:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from adversaries import OracleDrafter, RaggedDrafter, RandomDrafter, shallow
+from adversaries import SAMPLING, OracleDrafter, RaggedDrafter, RandomDrafter, shallow
 
 import outrider
 from outrider.drafters import ModelDrafter
@@ -18,17 +18,6 @@ from outrider.hosts.transformers import Runner
 
 # tokens for each request, by batch: a step costs about the same for one request and for eight
 LENGTHS = {1: 12, 3: 20, 8: 104}
-SAMPLING = {
-    "greedy": {},
-    "T=0.7": {"temperature": 0.7},
-    "T=1, top-p, penalties": {
-        "temperature": 1.0,
-        "top_p": 0.9,
-        "repetition_penalty": 1.1,
-        "frequency_penalty": 0.2,
-        "presence_penalty": 0.1,
-    },
-}
 DRAFTERS = ["none", "ngram", "model", "random", "ragged"]
 TEXTS = [
     "Once upon a time",
@@ -110,9 +99,7 @@ def batches(drafter, k):
 @pytest.fixture
 def record(record_property):
     """Count the compared tokens; the summary of the run adds them up."""
-    total = []
-    yield total.append
-    record_property("compared_tokens", sum(total))
+    return lambda count: record_property("compared_tokens", count)
 
 
 MATRIX = [
