@@ -167,6 +167,11 @@ def test_custom_generate(pair):
     expected = target.generate(ids, **options)
     found = target.generate(ids, **options, custom_generate=outrider.custom_generate, drafter=draft)
     assert torch.equal(found, expected)
+    # end tokens of the call, not of the model
+    options["eos_token_id"] = expected[0, longest + 5].item()
+    expected = target.generate(ids, **options)
+    found = target.generate(ids, **options, custom_generate=outrider.custom_generate, drafter=draft)
+    assert torch.equal(found, expected)
     with pytest.raises(outrider.Unsupported, match="NoRepeatNGram"):
         target.generate(
             ids, **options, custom_generate=outrider.custom_generate, no_repeat_ngram_size=2

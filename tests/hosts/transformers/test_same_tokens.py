@@ -120,22 +120,16 @@ def test_enough_is_compared():
     assert cells * sum(batch * length for batch, length in LENGTHS.items()) >= 200_000
 
 
-@pytest.mark.models
-@pytest.mark.parametrize("kind", SAMPLING)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("drafter", "k"), MATRIX)
-def test_stories260k(case, record, drafter, k, dtype, kind):
-    for chosen in batches(drafter, k):
-        assert compare(case, "stories260k", dtype, drafter, k, chosen, kind, record) == 0
+CELLS = [("stories260k", *cell) for cell in MATRIX] + [("stories15m", *cell) for cell in FEW]
 
 
 @pytest.mark.models
 @pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("drafter", "k"), FEW)
-def test_stories15m(case, record, drafter, k, dtype, kind):
+@pytest.mark.parametrize(("name", "drafter", "k"), CELLS)
+def test_same_tokens(case, record, name, drafter, k, dtype, kind):
     for chosen in batches(drafter, k):
-        assert compare(case, "stories15m", dtype, drafter, k, chosen, kind, record) == 0
+        assert compare(case, name, dtype, drafter, k, chosen, kind, record) == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -51,6 +51,8 @@ def custom_generate(
     rows = input_ids.tolist()
     keep = [[1] * len(row) for row in rows] if mask is None else mask.tolist()
     prompts = [[t for t, k in zip(r, m, strict=True) if k] for r, m in zip(rows, keep, strict=True)]
+    eos = config.eos_token_id
+    ends = (eos,) if isinstance(eos, int) else tuple(eos or ())
     sampling = SamplingParams(
         temperature=(1.0 if config.temperature is None else config.temperature)
         if config.do_sample
@@ -60,6 +62,9 @@ def custom_generate(
         min_p=config.min_p or 0.0,
         repetition_penalty=config.repetition_penalty or 1.0,
         max_tokens=config.max_length - input_ids.shape[1],
+        # the end tokens of this call, which may not be the model's
+        ignore_eos=True,
+        stop_token_ids=ends,
         stop=config.stop_strings or (),
     )
     done = generate(
@@ -73,7 +78,7 @@ def custom_generate(
     )
     pad = config.pad_token_id
     if pad is None:
-        pad = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else 0
+        pad = ends[0] if ends else 0
     longest = max(len(output) for output in done.outputs)
     padded = [[*output, *[pad] * (longest - len(output))] for output in done.outputs]
     return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=-1)

@@ -176,13 +176,12 @@ def _run(
     """Decode until every request has ended. The first step reads the prompts."""
     coins = KeyedCoins()
     active = list(requests)
-    plain: Drafter = NoDrafter()
     try:
         while active:
             prompts_read = bool(active[0].output)
             room = [min(max_drafts, r.remaining - 1) if prompts_read else 0 for r in active]
             budget = Budget(tuple(room), rule, coins)
-            done = step(host, drafter if prompts_read else plain, active, budget)
+            done = step(host, drafter, active, budget)
             host.commit(done.outcomes)
             if prompts_read:
                 drafter.observe(done.outcomes)

@@ -36,11 +36,6 @@ class KVPool:
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
-    def free_pages(self) -> int:
-        """How many pages can be handed out before the pool grows."""
-        return len(self._free)
-
-    @property
     def used_pages(self) -> int:
         """How many pages are handed out."""
         return self._num_pages - 1 - len(self._free)
