@@ -57,6 +57,25 @@ def test_rows_lead_back_to_their_drafts(drafts):
     assert proposal.max_depth == max((len(p) for p in paths), default=0)
 
 
+@given(st.lists(trees(), min_size=1, max_size=5), st.randoms())
+def test_join_puts_parts_in_their_places(drafts, random):
+    where: dict[int, list[int]] = {}
+    for r in range(len(drafts)):
+        where.setdefault(random.randrange(3), []).append(r)
+    parts = [(rs, Proposal.of([drafts[r] for r in rs])) for rs in where.values()]
+    joined, whole = Proposal.join(parts), Proposal.of(drafts)
+    assert joined.tokens.tolist() == whole.tokens.tolist()
+    assert (joined.num_drafts, joined.parents) == (whole.num_drafts, whole.parents)
+    assert joined.laws == whole.laws
+
+
+def test_chains():
+    proposal = Proposal.chains([4, 5, 6], [2, 0, 1])
+    assert proposal.is_chain
+    assert proposal.paths() == ((), (4,), (4, 5), (), (), (6,))
+    assert not Proposal.of([Draft((1, 2), (ROOT, ROOT), PointMass())]).is_chain
+
+
 def test_empty():
     proposal = Proposal.empty(3)
     assert (proposal.batch_size, proposal.num_rows, proposal.max_depth) == (3, 3, 0)

@@ -35,6 +35,8 @@ def test_linear(layer, dtype):
     with RowInvariant():
         assert differing(lambda block: F.linear(block, weight), x) == []
         assert differing(lambda block: F.linear(block, weight, bias), x) == []
+        assert differing(lambda block: torch.matmul(block[0], weight.t())[None], x) == []
+        assert differing(lambda block: (block[0] @ weight.t())[None], x) == []
         packed = weight.t().contiguous()
         assert differing(lambda block: torch.addmm(bias, block[0], packed)[None], x) == []
 

@@ -18,6 +18,7 @@ from outrider.core.request import FinishReason, Request
 from outrider.core.rules import (
     RuleName,
     Verdict,
+    match,
     verify,
     verify_block,
     verify_match,
@@ -60,6 +61,7 @@ __all__ = [
     "Verdict",
     "chain",
     "gumbel_noise",
+    "match",
     "murmur_hash32",
     "settle",
     "step",

@@ -29,11 +29,13 @@ class Budget:
           at random does best by guessing with the target's own coins, and calls its drafts a
           PointMass. The other rules want Sampled or Siblings, drawn with coins of their own.
     coins: to draw drafts with
+    trees: whether drafts may branch: not every host can verify that
     """
 
     max_drafts: tuple[int, ...]
     rule: RuleName
     coins: Coins
+    trees: bool = True
 
     def draft_seeds(self, seeds: Tensor, starts: Tensor) -> Tensor:
         """Return the seeds to draw drafts with, [N], for blocks that start at these positions."""

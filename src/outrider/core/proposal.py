@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -153,9 +154,32 @@ class Proposal(Generic[L_co]):
         )
 
     @staticmethod
+    def chains(tokens: Sequence[int], num_drafts: Sequence[int]) -> Proposal[PointMass]:
+        """Return chains of which nothing is claimed: their tokens one after the other."""
+        rest = iter(tokens)
+        return Proposal.of([chain(list(islice(rest, count))) for count in num_drafts])
+
+    @staticmethod
     def empty(batch_size: int) -> Proposal[PointMass]:
         """Return the proposal that drafts nothing: plain decoding."""
         return Proposal.of([chain(())] * batch_size)
+
+    @staticmethod
+    def join(parts: Sequence[tuple[Sequence[int], Proposal[L_co]]]) -> Proposal[L_co]:
+        """Return one proposal made of several, each with the places of its requests in the whole.
+
+        The places of all parts together are 0, 1, ..., B - 1.
+        """
+        where = {r: (part, i) for rs, part in parts for i, r in enumerate(rs)}
+        found = [where[r] for r in range(len(where))]
+        spans = [(part, slice(part.starts[i], part.starts[i + 1])) for part, i in found]
+        tokens = [part.tokens[span] for part, span in spans]
+        return Proposal(
+            tokens=torch.cat(tokens),
+            num_drafts=tuple(part.num_drafts[i] for part, i in found),
+            parents=tuple(parent for part, span in spans for parent in part.parents[span]),
+            laws=tuple(part.laws[i] for part, i in found),
+        )
 
     def to(self, device: torch.device) -> Proposal[L_co]:
         """Return the proposal with its tokens on this device."""
@@ -188,6 +212,11 @@ class Proposal(Generic[L_co]):
         for start, parent in zip(self._owner_starts, self.parents, strict=True):
             depths.append(1 if parent == ROOT else depths[start + parent] + 1)
         return tuple(depths)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no request's drafts branch."""
+        return not any(self.ranks)
 
     @property
     def max_depth(self) -> int:

@@ -47,18 +47,39 @@ class Verdict:
         """[B] how many drafts each request may keep."""
         return (self.accepted >= 0).sum(-1)
 
+    def emitted(self, proposal: Proposal[Law]) -> list[tuple[list[int], list[int]]]:
+        """Return for each request the tokens it may emit, and the rows that judged them.
 
-def verify_match(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verdict:
-    """Accept each draft while it is the token that the target would have emitted there.
+        Rows are counted among the request's own: 0 is its root. Waits for the device.
+        """
+        drafts = proposal.tokens.tolist()
+        emitted = []
+        numbers = zip(self.accepted.tolist(), self.next_tokens.tolist(), strict=True)
+        for start, (accepted, next_token) in zip(proposal.starts, numbers, strict=False):
+            path = [i for i in accepted if i >= 0]
+            tokens = [*(drafts[start + i] for i in path), next_token]
+            emitted.append((tokens, [0, *(i + 1 for i in path)]))
+        return emitted
 
-    p: one row for each root and each draft, [N, V]
+
+def match(y: Tensor, proposal: Proposal[Law]) -> Verdict:
+    """Accept each draft while it is the token that the target emits there.
+
+    y: [N] the target's own token at each row, whoever drew it
     """
-    y = p.draw(coins)
     matches = y[list(proposal.parent_rows)] == proposal.tokens
     walk = _Walk(proposal)
     for depth in range(proposal.max_depth):
         walk.descend(depth, matches)
     return walk.verdict(y[walk.rows])
+
+
+def verify_match(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verdict:
+    """Draw the target's own token at every row, and `match` the drafts with them.
+
+    p: one row for each root and each draft, [N, V]
+    """
+    return match(p.draw(coins), proposal)
 
 
 def verify_residual(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verdict:
@@ -101,7 +122,7 @@ def verify_block(p: TargetLaw, proposal: Proposal[ChainLaw], coins: Coins) -> Ve
     """
     if any(isinstance(law, Siblings) for law in proposal.laws):
         raise TypeError("verify_block takes chains (PointMass or Sampled); use verify_residual")
-    if any(proposal.ranks):
+    if not proposal.is_chain:
         raise TypeError("verify_block takes chains, and this proposal branches")
     probs = p.probs()
     q = proposal.dense_q(probs)

@@ -49,20 +49,16 @@ def settle(
     requests: Sequence[Request], proposal: Proposal[Law], verdict: Verdict
 ) -> tuple[Outcome, ...]:
     """Keep of each verdict what plain decoding would have emitted before the request ended."""
-    accepted, next_tokens = verdict.accepted.tolist(), verdict.next_tokens.tolist()
-    drafts = proposal.tokens.tolist()
     outcomes = []
-    for r, request in enumerate(requests):
-        path = [i for i in accepted[r] if i >= 0]
-        tokens = [drafts[proposal.starts[r] + i] for i in path] + [next_tokens[r]]
-        kept, reason = _kept(request, tokens)
+    for r, (tokens, rows) in enumerate(verdict.emitted(proposal)):
+        kept, reason = _kept(requests[r], tokens)
         outcomes.append(
             Outcome(
-                request=request,
+                request=requests[r],
                 tokens=tuple(tokens[:kept]),
-                rows=tuple([0, *(i + 1 for i in path)][:kept]),
+                rows=tuple(rows[:kept]),
                 num_drafts=proposal.num_drafts[r],
-                num_accepted_drafts=min(len(path), kept),
+                num_accepted_drafts=min(len(tokens) - 1, kept),
                 finish_reason=reason,
             )
         )

@@ -4,5 +4,15 @@ from outrider.drafters.guard import GuardedDrafter
 from outrider.drafters.model import DraftModel, ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.registry import make_drafter
+from outrider.drafters.route import RoutedDrafter
 
-__all__ = ["DraftModel", "GuardedDrafter", "ModelDrafter", "NgramDrafter", "NoDrafter"]
+__all__ = [
+    "DraftModel",
+    "GuardedDrafter",
+    "ModelDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "RoutedDrafter",
+    "make_drafter",
+]

@@ -154,6 +154,8 @@ def check(proposal: Proposal[Law], budget: Budget, vocab_size: int) -> None:
     ]
     if over:
         raise DraftFault(f"{over[0][0]} drafts where {over[0][1]} were allowed")
+    if not budget.trees and not proposal.is_chain:
+        raise DraftFault("a tree where chains were asked for")
     tokens = proposal.tokens
     if tokens.dtype != torch.int64:
         raise DraftFault(f"token ids of type {tokens.dtype}")

@@ -18,6 +18,7 @@ from torch import Tensor
 from outrider.core import (
     Budget,
     Draft,
+    DraftFault,
     Law,
     Outcome,
     Proposal,
@@ -28,7 +29,17 @@ from outrider.core import (
     target_law,
 )
 
-S = TypeVar("S")
+
+class CachedLength(Protocol):
+    """A draft model's handle of a sequence: it knows how many of its tokens are cached."""
+
+    @property
+    def length(self) -> int:
+        """The number of cached tokens."""
+        ...
+
+
+S = TypeVar("S", bound=CachedLength)
 
 
 class DraftModel(Protocol[S]):
@@ -41,8 +52,8 @@ class DraftModel(Protocol[S]):
     vocab_size: int
     max_length: int
 
-    def open(self) -> S:
-        """Return a new, empty sequence."""
+    def open(self, request: Request) -> S:
+        """Return the request's sequence. Some of its tokens may be cached already."""
         ...
 
     def extend(self, segments: Sequence[tuple[S, Sequence[int]]]) -> Tensor:
@@ -60,10 +71,9 @@ class DraftModel(Protocol[S]):
 
 @dataclass
 class _State(Generic[S]):
-    """One request's sequence in the draft model: how much of it is cached, and what was drafted."""
+    """One request's sequence in the draft model, and what was drafted."""
 
     sequence: S
-    cached: int = 0
     drafts: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
     survival: float = 1.0
@@ -87,9 +97,9 @@ class ModelDrafter(Generic[S]):
         self._states: dict[int, _State[S]] = {}
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Open a sequence for each request; its prompt is read with the first proposal."""
+        """Open a sequence for each request; what is not cached is read with the first proposal."""
         for request in requests:
-            self._states[request.id] = _State(self._model.open())
+            self._states[request.id] = _State(self._model.open(request))
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Draft token by token, one pass of the draft model for all requests that still want one.
@@ -101,8 +111,6 @@ class ModelDrafter(Generic[S]):
             state.drafts, state.laws, state.survival = [], [], 1.0
         while eager := self._eager(requests, budget):
             logits = self._model.extend([(s.sequence, self._unread(r, s)) for r, s in eager])
-            for request, state in eager:
-                state.cached = request.length + len(state.drafts)
             self._draw(eager, self._fit(logits), budget)
         return Proposal.of([self._draft(self._states[r.id], budget) for r in requests])
 
@@ -112,8 +120,7 @@ class ModelDrafter(Generic[S]):
             state = self._states[outcome.request.id]
             pairs = zip(state.drafts, outcome.tokens, strict=False)
             right = outcome.request.length + len(list(takewhile(lambda p: p[0] == p[1], pairs)))
-            if state.cached > right:
-                state.cached = right
+            if state.sequence.length > right:
                 self._model.truncate(state.sequence, right)
 
     def stop(self, requests: Sequence[Request]) -> None:
@@ -138,8 +145,8 @@ class ModelDrafter(Generic[S]):
 
     def _unread(self, request: Request, state: _State[S]) -> list[int]:
         """Return the tokens that the draft model has not cached."""
-        drafts = state.drafts[max(0, state.cached - request.length) :]
-        return [*request.tokens_from(state.cached), *drafts]
+        cached = state.sequence.length
+        return [*request.tokens_from(cached), *state.drafts[max(0, cached - request.length) :]]
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Return the logits of the target's vocabulary: padding dropped, or -inf added."""
@@ -158,7 +165,10 @@ class ModelDrafter(Generic[S]):
         drawn = law.draw(budget.coins, budget.draft_seeds(law.seeds, starts))
         confidence = law.logits.softmax(-1).gather(-1, drawn[:, None])
         probs = law.probs() if budget.rule != "match" else None
-        numbers = zip(drawn.tolist(), confidence[:, 0].tolist(), strict=True)
+        confident = confidence[:, 0].tolist()
+        if any(math.isnan(probability) for probability in confident):
+            raise DraftFault("the draft model's logits are not numbers")
+        numbers = zip(drawn.tolist(), confident, strict=True)
         for i, (state, (token, probability)) in enumerate(zip(states, numbers, strict=True)):
             state.drafts.append(token)
             state.survival *= probability

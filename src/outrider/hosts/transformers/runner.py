@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from outrider.core import ROOT, Unsupported
+from outrider.core import ROOT, Request, Unsupported
 from outrider.hosts.transformers.pool import CachedSequence, KVPool
 from outrider.kernels.paged_attention import Past, Tiles, paged_attention, tile_rows
 from outrider.kernels.prefill_attention import prefill_attention
@@ -76,7 +76,7 @@ class Runner:
             self._prove_invariance()
             _PROVEN.add(model)
 
-    def open(self) -> CachedSequence:
+    def open(self, request: Request | None = None) -> CachedSequence:
         """Return a new, empty sequence."""
         return CachedSequence()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedModel
 
-from outrider.core import Unsupported
+from outrider.hosts.tokenizers import check_same_tokens
 
 
 def check_same_tokenizer(
@@ -20,7 +20,7 @@ def check_same_tokenizer(
     if tokenizer is None and draft_tokenizer is None:
         _check_by_name(target.config.name_or_path, draft.config.name_or_path)
     else:
-        _check_same_tokens(
+        check_same_tokens(
             tokenizer or _beside(target.config.name_or_path),
             draft_tokenizer or _beside(draft.config.name_or_path),
         )
@@ -29,7 +29,7 @@ def check_same_tokenizer(
 @lru_cache(maxsize=16)
 def _check_by_name(target: str, draft: str) -> None:
     """Load and compare once: that takes seconds for large vocabularies."""
-    _check_same_tokens(_beside(target), _beside(draft))
+    check_same_tokens(_beside(target), _beside(draft))
 
 
 def _beside(name: str) -> Any:
@@ -40,30 +40,3 @@ def _beside(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         return None
-
-
-def _check_same_tokens(target: Any, draft: Any) -> None:
-    """Raise Unsupported unless each id that both tokenizers know is the same token in both.
-
-    The sizes of embeddings do not matter: models pad them differently.
-    """
-    if target is None or draft is None:
-        which = "target" if target is None else "draft"
-        raise Unsupported(
-            f"a draft model without the {which}'s tokenizer to compare",
-            fix="pass tokenizer= and draft_tokenizer=",
-        )
-    a, b = (_by_id(tokenizer) for tokenizer in (target, draft))
-    differing = sorted(i for i in a.keys() & b.keys() if a[i] != b[i])
-    only_draft = sorted(b.keys() - a.keys())
-    if differing or only_draft:
-        i = (differing or only_draft)[0]
-        raise Unsupported(
-            f"the draft's tokenizer differs from the target's in {len(differing)} tokens and has "
-            f"{len(only_draft)} more: id {i} is {a.get(i)!r} and {b.get(i)!r}",
-            fix="use a draft model of the same family",
-        )
-
-
-def _by_id(tokenizer: Any) -> dict[int, str]:
-    return {i: token for token, i in tokenizer.get_vocab().items()}

@@ -63,6 +63,9 @@ _ELEMENTWISE = {
 }
 
 
+_MATMULS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
+
+
 class RowInvariant(TorchFunctionMode):
     """While active, a model's layers are row invariant. Its modules and weights are untouched."""
 
@@ -73,11 +76,15 @@ class RowInvariant(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Reroute linear layers, `addmm` with a bias vector (GPT-2's), and functions."""
+        """Reroute linear layers, products with a matrix (SGLang's head), `addmm` with a bias
+        vector (GPT-2's), and functions of single elements."""
         kwargs = kwargs or {}
         if func is F.linear:
             x, *rest = args
             return in_tiles(lambda tile: func(tile, *rest, **kwargs), x)
+        if func in _MATMULS and args[1].dim() == 2:
+            x, weight = args
+            return in_tiles(lambda tile: func(tile, weight, **kwargs), x)
         if func is torch.addmm and args[0].dim() == 1:
             bias, x, weight = args
             return in_tiles(lambda tile: func(bias, tile, weight, **kwargs), x)

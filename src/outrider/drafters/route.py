@@ -1,0 +1,52 @@
+"""Several drafters side by side, each request with the one it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from outrider.core import Budget, Drafter, Law, Outcome, Proposal, Request
+
+
+class RoutedDrafter:
+    """Sends each request to one of several drafters.
+
+    drafters: by name
+    choose: names the drafter of a request; always the same one for the same request
+    """
+
+    name = "routed"
+
+    def __init__(self, drafters: Mapping[str, Drafter], choose: Callable[[Request], str]) -> None:
+        self._drafters = drafters
+        self._choose = choose
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Introduce each request to its drafter."""
+        for name, group in self._groups(requests).items():
+            self._drafters[name].start([requests[r] for r in group])
+
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+        """Ask each drafter for its requests' drafts."""
+        parts = []
+        for name, group in self._groups(requests).items():
+            part = replace(budget, max_drafts=tuple(budget.max_drafts[r] for r in group))
+            chosen = [requests[r] for r in group]
+            parts.append((group, self._drafters[name].propose(chosen, part)))
+        return parts[0][1] if len(parts) == 1 else Proposal.join(parts)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Tell each drafter what became of its requests."""
+        for name, group in self._groups([o.request for o in outcomes]).items():
+            self._drafters[name].observe([outcomes[r] for r in group])
+
+    def stop(self, requests: Sequence[Request]) -> None:
+        """Let each drafter forget its requests."""
+        for name, group in self._groups(requests).items():
+            self._drafters[name].stop([requests[r] for r in group])
+
+    def _groups(self, requests: Sequence[Request]) -> dict[str, list[int]]:
+        groups: dict[str, list[int]] = {}
+        for r, request in enumerate(requests):
+            groups.setdefault(self._choose(request), []).append(r)
+        return groups
