@@ -1,0 +1,13 @@
+"""Outrider inside SGLang: `--speculative-algorithm OUTRIDER`.
+
+SGLang finds `register` by its entry point, `sglang.srt.plugins`. Read in this order:
+
+* `plugin`: the hooks, and what happens at start-up
+* `contract`: every name of SGLang that we rely on, for one version of it
+* `profile`: what a user can set, for the server and for a request
+* `worker`: the loop, in the shape of SGLang's speculative workers
+* `rows`: a verify pass as a decode batch with one row for each token; the host's own sampler
+* `draft_model`: the draft in SGLang's own `TpModelWorker`
+* `attention`: the attention backend `outrider`
+* `cpu`: what SGLang lacks on CPU
+"""

@@ -1,0 +1,130 @@
+"""What we rely on in SGLang 0.5.11: every name, with the parameters it must take.
+
+Checked when OUTRIDER is chosen. If SGLang changed, the server stops and says what changed: a
+guest that no longer knows the house stays outside. Another version gets a file of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from typing import Any
+
+VERSION = "0.5.11"
+
+_SRT = "sglang.srt."
+
+HOOKS: dict[str, str] = {
+    "speculative.spec_info.SpeculativeAlgorithm.from_string": "cls name",
+    "server_args.ServerArgs.add_cli_args": "parser",
+    "server_args.ServerArgs._handle_speculative_decoding": "self",
+    "sampling.sampling_params.SamplingParams.verify": "self vocab_size",
+    "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
+        "self meta_info recv_obj i"
+    ),
+    "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",
+    "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
+    "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
+    "utils.common.support_triton": "backend",
+}
+"""What we hook, with its parameters."""
+
+CALLS: dict[str, str] = {
+    "server_args.get_global_server_args": "",
+    "server_args.add_attention_backend_choices": "choices",
+    "server_args.add_deterministic_attention_backend_choices": "choices",
+    "server_args.add_radix_supported_deterministic_attention_backend_choices": "choices",
+    "layers.attention.attention_registry.register_attention_backend": "name",
+    "layers.attention.base_attn_backend.AttentionBackend.forward": (
+        "self q k v layer forward_batch save_kv_cache **"
+    ),
+    "layers.sampler.Sampler.forward": (
+        "self logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs "
+        "positions"
+    ),
+    "layers.sampler.multinomial_with_seed": "logprobs seed positions",
+    "managers.schedule_batch.Req.check_finished": "self new_accepted_len",
+    "managers.schedule_batch.Req.finished": "self",
+    "managers.schedule_batch.Req.update_spec_acceptance_histogram": "self accepted_draft_tokens",
+    "managers.schedule_batch.Req.update_reasoning_tokens": "self token_id think_end_id",
+    "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": "self seq_lens_cpu_cache",
+    "managers.tp_worker.TpModelWorker.__init__": (
+        "self server_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank moe_dp_rank dp_rank "
+        "nccl_port is_draft_worker req_to_token_pool token_to_kv_pool_allocator "
+        "memory_pool_config is_multi_layer_eagle"
+    ),
+    "managers.tp_worker.TpModelWorker.forward_batch_generation": (
+        "self model_worker_batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init"
+    ),
+    "managers.tp_worker.TpModelWorker.get_memory_pool": "self",
+    "mem_cache.common.alloc_token_slots": "tree_cache num_tokens backup_state",
+    "model_executor.forward_batch_info.ForwardBatch.init_new": "cls batch model_runner",
+    "model_executor.model_runner.ModelRunner._preprocess_logits": (
+        "self logits_output sampling_info"
+    ),
+    "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.cumulate_output_tokens": (
+        "self output_ids"
+    ),
+    "sampling.penaltylib.orchestrator._BatchedPenalizer.filter": "self keep_indices",
+    "sampling.sampling_batch_info.SamplingBatchInfo.filter_batch": (
+        "self keep_indices keep_indices_device"
+    ),
+    "utils.common.broadcast_pyobj": "data rank dist_group src force_cpu_device",
+}
+"""What we call, with its parameters."""
+
+FIELDS: dict[str, str] = {
+    "managers.schedule_batch.ModelWorkerBatch": (
+        "forward_mode input_ids req_pool_indices seq_lens out_cache_loc seq_lens_cpu "
+        "seq_lens_sum top_logprobs_nums token_ids_logprobs lora_ids sampling_info orig_seq_lens "
+        "spec_info reqs"
+    ),
+    "managers.utils.GenerationBatchResult": (
+        "logits_output next_token_ids num_accepted_drafts num_accepted_drafts_per_req_cpu "
+        "can_run_cuda_graph accept_lens"
+    ),
+    "sampling.sampling_batch_info.SamplingBatchInfo": (
+        "temperatures is_all_greedy need_top_p_sampling need_top_k_sampling need_min_p_sampling "
+        "grammars vocab_mask penalizer_orchestrator has_custom_logit_processor custom_params "
+        "sampling_seed"
+    ),
+}
+"""What we read or replace in the host's dataclasses."""
+
+
+def hook_target(name: str) -> str:
+    """Return the full name of something we hook."""
+    return _SRT + name
+
+
+def differences() -> list[str]:
+    """Return what this SGLang lacks or has otherwise than the contract says."""
+    found = []
+    for name, wanted in {**HOOKS, **CALLS}.items():
+        try:
+            actual = _parameters(pkgutil.resolve_name(_SRT + name))
+        except (ImportError, AttributeError):
+            found.append(f"{name} is missing")
+            continue
+        if wanted != "*" and actual != wanted.split():
+            found.append(f"{name}({', '.join(actual)}) was ({', '.join(wanted.split())})")
+    for name, wanted in FIELDS.items():
+        try:
+            fields = pkgutil.resolve_name(_SRT + name).__dataclass_fields__
+        except (ImportError, AttributeError):
+            found.append(f"{name} is missing")
+            continue
+        if missing := [field for field in wanted.split() if field not in fields]:
+            found.append(f"{name} lacks {', '.join(missing)}")
+    return found
+
+
+def _parameters(target: Any) -> list[str]:
+    """Return the parameters' names; `**` stands for any others."""
+    # hooks wrap: `inspect.signature` follows `__wrapped__` to what the host wrote
+    kinds: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    function = inspect.unwrap(getattr(target, "__func__", target))
+    return [kinds.get(p.kind, p.name) for p in inspect.signature(function).parameters.values()]

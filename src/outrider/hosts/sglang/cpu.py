@@ -1,0 +1,26 @@
+"""What SGLang lacks on CPU: deterministic linear layers, and grammar masks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.row_invariant import RowInvariant
+
+
+def enable_row_invariance() -> None:
+    """Make this process's linear layers row invariant, for good.
+
+    That is what `--enable-deterministic-inference` does on a GPU, by other means.
+    """
+    RowInvariant().__enter__()
+
+
+def apply_vocab_mask(logits: Tensor, vocab_mask: Tensor) -> None:
+    """Set the logits of forbidden tokens to -inf, in place.
+
+    logits: [N, V]; vocab_mask: [N, ceil(V / 32)] int32, a bit for each allowed token
+    """
+    bits = torch.arange(32, dtype=torch.int32)
+    allowed = ((vocab_mask[:, :, None] >> bits) & 1).bool().flatten(1)
+    logits.masked_fill_(~allowed[:, : logits.shape[1]], float("-inf"))

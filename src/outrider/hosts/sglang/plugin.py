@@ -1,0 +1,215 @@
+"""The plugin: what SGLang calls at start-up, and every hook we lay.
+
+The hooks are laid whenever the package is installed, because SGLang loads plugins before it reads
+its arguments. Each looks first whether OUTRIDER was chosen, and is SGLang's own code if not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from outrider import __version__
+from outrider.core import Unsupported
+from outrider.hosts.sglang import contract_0_5_11 as contract
+from outrider.hosts.sglang import cpu, settings
+from outrider.hosts.sglang.profile import load_profile, request_options
+
+NAME = "OUTRIDER"
+ATTENTION_BACKEND = "outrider"
+
+logger = logging.getLogger(__name__)
+
+
+class Algorithm:
+    """Stands in for a member of SGLang's `SpeculativeAlgorithm`, a closed enum in 0.5.11.
+
+    To the scheduler it is speculative, by the contract of spec v1 (no overlap). To whoever
+    captures CUDA graphs it is not: a verify pass of ours is a decode batch, so the graphs of plain
+    decoding serve it.
+    """
+
+    name = NAME
+
+    def is_none(self) -> bool:
+        """Say no: there is a worker of ours."""
+        return False
+
+    def is_speculative(self) -> bool:
+        """Say no: capture the graphs of plain decoding."""
+        return False
+
+    is_eagle = is_eagle3 = is_dflash = is_standalone = is_ngram = supports_spec_v2 = is_speculative
+
+    def create_worker(self, server_args: Any) -> type:
+        """Return our worker, having made sure that all hooks hold."""
+        check_hooks()
+        from outrider.hosts.sglang.worker import OutriderWorker
+
+        return OutriderWorker
+
+
+def register() -> None:
+    """Lay the hooks. SGLang calls this in each of its processes."""
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name, (hook, kind) in _HOOKS.items():
+        HookRegistry.register(contract.hook_target(name), hook, HookType[kind])
+    server_args.add_attention_backend_choices([ATTENTION_BACKEND])
+    server_args.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    server_args.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
+    register_attention_backend(ATTENTION_BACKEND)(_attention_backend)
+
+
+def check_hooks() -> None:
+    """Stop the server unless every hook was laid: SGLang logs a failure and goes on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [n for n in _HOOKS if contract.hook_target(n) not in HookRegistry._patched]
+    if missing:
+        _stop(f"these hooks were not laid: {', '.join(missing)}")
+
+
+def check_contract() -> None:
+    """Stop the server unless this SGLang is the one we know."""
+    import sglang
+
+    changed = contract.differences()
+    if sglang.__version__ != contract.VERSION or changed:
+        _stop(
+            f"this SGLang differs from the {contract.VERSION} that Outrider was written for",
+            *changed,
+        )
+
+
+def _stop(what: str, *details: str) -> None:
+    import sglang
+
+    lines = "".join(f"\n  - {detail}" for detail in details)
+    raise SystemExit(
+        f"outrider: {what}{lines}\nfound SGLang {sglang.__version__}, Outrider {__version__}: "
+        f"install SGLang {contract.VERSION}, or leave --speculative-algorithm {NAME} out"
+    )
+
+
+def _chosen(server_args: Any) -> bool:
+    return (server_args.speculative_algorithm or "").upper() == NAME
+
+
+def _current_args() -> Any:
+    """Return the server's arguments where SGLang has set them, else None."""
+    from sglang.srt.server_args import get_global_server_args
+
+    try:
+        return get_global_server_args()
+    except ValueError:
+        return None
+
+
+def _attention_backend(runner: Any) -> Any:
+    from outrider.hosts.sglang.attention import OutriderAttention
+
+    return OutriderAttention(runner)
+
+
+# -- hooks. AROUND gets the original first, AFTER its result.
+
+
+def _from_string(original: Callable[..., Any], cls: type, name: str | None) -> Any:
+    return Algorithm() if name is not None and name.upper() == NAME else original(cls, name)
+
+
+def _add_cli_args(result: None, parser: Any) -> None:
+    (action,) = (a for a in parser._actions if a.dest == "speculative_algorithm")
+    if NAME not in action.choices:
+        action.choices = [*action.choices, NAME]
+
+
+def _handle_speculative_decoding(result: None, self: Any) -> None:
+    if not _chosen(self):
+        return
+    self.speculative_algorithm = NAME
+    check_contract()
+    try:
+        settings.apply(self)
+    except Unsupported as error:
+        raise SystemExit(f"outrider: {error}") from error
+
+
+def _verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
+    args = _current_args()
+    if args is None or not _chosen(args):
+        return
+    has_draft_model = args.speculative_draft_model_path is not None
+    request_options(self.custom_params, load_profile().names(has_draft_model))
+    if self.min_p > 0 and args.enable_deterministic_inference:
+        raise ValueError(
+            "min_p with --enable-deterministic-inference: SGLang's seeded sampler does not have it"
+        )
+
+
+def _spec_decoding_metrics(
+    result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int
+) -> None:
+    """Correct what SGLang computes as if every step drafted K tokens."""
+    if not _chosen(self.server_args) or "spec_proposed_drafts" not in meta_info:
+        return
+    accepted = recv_obj.spec_accepted_drafts[i]
+    proposed = getattr(accepted, "proposed", 0)
+    meta_info["spec_proposed_drafts"] = proposed
+    meta_info["spec_accept_rate"] = int(accepted) / proposed if proposed else 0.0
+
+
+def _init_kv_copy(original: Callable[..., Any], self: Any) -> Any:
+    args = _current_args()
+    if self.device == "cpu" and args is not None and _chosen(args):
+        self._kv_copy_config = None  # a Triton kernel; we never move cache entries
+        return None
+    return original(self)
+
+
+def _batch_invariant_mode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    current = _current_args()
+    if (
+        current is not None
+        and current.device == "cpu"
+        and (_chosen(current) or current.attention_backend == ATTENTION_BACKEND)
+    ):
+        return cpu.enable_row_invariance()
+    return original(*args, **kwargs)
+
+
+def _apply_vocab_mask(original: Callable[..., Any], self: Any, logits: Any, vocab_mask: Any) -> Any:
+    args = _current_args()
+    if logits.device.type == "cpu" and args is not None and _chosen(args):
+        return cpu.apply_vocab_mask(logits, vocab_mask)
+    return original(self, logits=logits, vocab_mask=vocab_mask)
+
+
+def _support_triton(original: Callable[..., Any], backend: str) -> Any:
+    args = _current_args()
+    if backend == ATTENTION_BACKEND and args is not None and args.device == "cpu":
+        return False
+    return original(backend)
+
+
+_HOOKS: dict[str, tuple[Callable[..., Any], str]] = dict(
+    zip(
+        contract.HOOKS,
+        [
+            (_from_string, "AROUND"),
+            (_add_cli_args, "AFTER"),
+            (_handle_speculative_decoding, "AFTER"),
+            (_verify_sampling_params, "AFTER"),
+            (_spec_decoding_metrics, "AFTER"),
+            (_init_kv_copy, "AROUND"),
+            (_batch_invariant_mode, "AROUND"),
+            (_apply_vocab_mask, "AROUND"),
+            (_support_triton, "AROUND"),
+        ],
+        strict=True,
+    )
+)

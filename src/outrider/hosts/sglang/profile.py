@@ -1,0 +1,109 @@
+"""What a user can set: one YAML file for the server, a few words in a request.
+
+What SGLang has a flag for stays there: the draft model, and K (`--speculative-num-steps`).
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Optional
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from outrider.core import Unsupported
+
+CONFIG_VARIABLE = "OUTRIDER_CONFIG"
+"""The environment variable that names the profile: it reaches `sglang.Engine` too."""
+
+REQUEST_KEY = "outrider"
+"""Where a request's own wishes are, within its `custom_params`."""
+
+MODEL = "model"
+"""The drafter that runs SGLang's draft model."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class Profile(_Strict):
+    """How the server drafts.
+
+    drafter: who drafts, unless a request says otherwise; by default `model` if there is a draft
+        model, else `ngram`
+    drafters: options for drafters, by name. A request may choose among these and the default.
+    draft_timeout: seconds after which a step goes on without drafts. It does not bound a draft
+        model, which runs where the target runs.
+    """
+
+    drafter: Optional[str] = None  # noqa: UP045 - pydantic reads this at run time, on 3.10 too
+    drafters: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    draft_timeout: float = Field(default=1.0, gt=0)
+
+    def default_drafter(self, has_draft_model: bool) -> str:
+        """Return who drafts if a request does not say."""
+        return self.drafter or (MODEL if has_draft_model else "ngram")
+
+    def names(self, has_draft_model: bool) -> list[str]:
+        """Return the drafters that a request may choose."""
+        ours = [MODEL] if has_draft_model else []
+        wanted = [self.default_drafter(has_draft_model), *self.drafters, "ngram", *ours, "none"]
+        return list(dict.fromkeys(wanted))
+
+
+class RequestOptions(_Strict):
+    """What one request asks for, in `custom_params: {"outrider": {...}}`.
+
+    max_drafts: at most so many drafts in a step; 0 is plain decoding
+    drafter: who drafts
+    """
+
+    max_drafts: Optional[int] = Field(default=None, ge=0)  # noqa: UP045
+    drafter: Optional[str] = None  # noqa: UP045
+
+
+def load_profile(path: str | None = None) -> Profile:
+    """Return the profile at this path, by default the one that $OUTRIDER_CONFIG names."""
+    path = path or os.environ.get(CONFIG_VARIABLE)
+    return _load(path) if path else Profile()
+
+
+@lru_cache(maxsize=4)
+def _load(path: str) -> Profile:
+    try:
+        content = yaml.safe_load(Path(path).read_text()) or {}
+        return Profile.model_validate(content)
+    except (OSError, yaml.YAMLError) as error:
+        raise Unsupported(f"profile {path}", fix=f"it cannot be read: {error}") from error
+    except ValidationError as error:
+        raise Unsupported(f"profile {path}", fix=_say(error)) from error
+
+
+def request_options(custom_params: Any, drafters: list[str]) -> RequestOptions:
+    """Return what the request asks of Outrider. Raises ValueError if it cannot be had.
+
+    drafters: those that the server has
+    """
+    if not isinstance(custom_params, dict) or REQUEST_KEY not in custom_params:
+        return RequestOptions()
+    try:
+        options = RequestOptions.model_validate(custom_params[REQUEST_KEY])
+    except ValidationError as error:
+        raise ValueError(f"custom_params.{REQUEST_KEY}: {_say(error)}") from None
+    if options.drafter is not None and options.drafter not in drafters:
+        raise ValueError(
+            f"custom_params.{REQUEST_KEY}.drafter: {options.drafter!r:.80} is not among this "
+            f"server's drafters: {', '.join(drafters)}"
+        )
+    return options
+
+
+def _say(error: ValidationError) -> str:
+    """Return what is wrong and where, in one line, without the value."""
+    return "; ".join(
+        ".".join([*map(str, e["loc"])] or ["it"])[:80] + ": " + e["msg"]
+        for e in error.errors(include_url=False, include_input=False)[:3]
+    )

@@ -1,0 +1,71 @@
+"""From SGLang's arguments to ours: what the flags mean, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from outrider.core import Unsupported
+from outrider.hosts.sglang.profile import MODEL, load_profile
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_DRAFTS = 4
+"""K if neither --speculative-num-steps nor --speculative-num-draft-tokens says."""
+
+Test = Callable[[Any], Any]
+
+REFUSED: tuple[tuple[str, str, Test], ...] = (
+    ("pipeline parallelism (--pp-size)", "use --tp-size", lambda a: a.pp_size > 1),
+    ("--enable-dp-attention", "use --dp-size without it", lambda a: a.enable_dp_attention),
+    ("--page-size above 1", "use --page-size 1", lambda a: a.page_size not in (None, 1)),
+    ("--disaggregation-mode", "leave it out", lambda a: a.disaggregation_mode != "null"),
+    ("--enable-hierarchical-cache", "leave it out", lambda a: a.enable_hierarchical_cache),
+    ("LoRA adapters", "serve a merged model", lambda a: a.enable_lora or a.lora_paths),
+    ("--enable-two-batch-overlap", "leave it out", lambda a: a.enable_two_batch_overlap),
+    ("--enable-pdmux", "leave it out", lambda a: a.enable_pdmux),
+    ("--enable-hisparse", "leave it out", lambda a: a.enable_hisparse),
+    ("--dllm-algorithm", "serve an autoregressive model", lambda a: a.dllm_algorithm is not None),
+    ("--is-embedding", "serve without speculation", lambda a: a.is_embedding),
+    (
+        "--speculative-eagle-topk above 1",
+        "leave it out: proposals are chains here",
+        lambda a: a.speculative_eagle_topk not in (None, 1),
+    ),
+    ("--speculative-adaptive", "it tunes SGLang's EAGLE", lambda a: a.speculative_adaptive),
+    ("--speculative-token-map", "it belongs to EAGLE", lambda a: a.speculative_token_map),
+    ("--enable-multi-layer-eagle", "it belongs to EAGLE", lambda a: a.enable_multi_layer_eagle),
+)
+"""What is refused at start-up: its name, what to do, and how to see it in SGLang's arguments."""
+
+
+def apply(server_args: Any) -> None:
+    """Check SGLang's arguments and complete them. Raises Unsupported."""
+    for what, fix, asked_for in REFUSED:
+        if asked_for(server_args):
+            raise Unsupported(what, fix=fix)
+    profile = load_profile()
+    has_draft_model = server_args.speculative_draft_model_path is not None
+    if MODEL in (profile.drafter, *profile.drafters) and not has_draft_model:
+        raise Unsupported(
+            "the profile's drafter 'model' without a draft model",
+            fix="add --speculative-draft-model-path",
+        )
+
+    steps, rows = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
+    if steps is None:
+        steps = DEFAULT_DRAFTS if rows is None else rows - 1
+    if steps < 0 or rows not in (None, steps + 1):
+        raise Unsupported(
+            f"--speculative-num-steps {steps} with --speculative-num-draft-tokens {rows}",
+            fix="K drafts and the last token make K + 1 rows: give one of the two",
+        )
+    server_args.speculative_num_steps = steps
+    server_args.speculative_num_draft_tokens = steps + 1
+    server_args.speculative_eagle_topk = 1
+    if server_args.enable_mixed_chunk:
+        server_args.enable_mixed_chunk = False
+        logger.warning("mixed chunked prefill is off with speculation, as with SGLang's own")
+    server_args.disable_overlap_schedule = True
+    logger.info("K = %d; overlap scheduling is off (spec v1)", steps)

@@ -1,0 +1,490 @@
+"""The loop, in the shape of SGLang's speculative workers of version 1 (no overlap).
+
+The scheduler hands over its `ScheduleBatch`; the worker extends the requests, ends those that end,
+and leaves cache lengths and logprobs as plain decoding would have left them after as many steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.common import alloc_token_slots
+from sglang.srt.utils.common import broadcast_pyobj
+from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+from torch import Tensor
+
+from outrider.core import (
+    Budget,
+    Drafter,
+    FinishReason,
+    KeyedCoins,
+    Law,
+    Outcome,
+    Proposal,
+    Request,
+    SamplingParams,
+    Unsupported,
+    Verdict,
+    match,
+)
+from outrider.drafters import GuardedDrafter, ModelDrafter, RoutedDrafter, make_drafter
+from outrider.hosts.sglang.draft_model import SglangDraftModel
+from outrider.hosts.sglang.metrics import Metrics
+from outrider.hosts.sglang.profile import MODEL, load_profile, request_options
+from outrider.hosts.sglang.rows import Block, Penalties, can_roll_back, sample, verify_batch
+from outrider.hosts.tokenizers import check_same_tokens
+
+logger = logging.getLogger(__name__)
+
+_TOP_LOGPROBS = ("top_logprobs_val", "top_logprobs_idx")
+_ID_LOGPROBS = ("token_ids_logprobs_val", "token_ids_logprobs_idx")
+
+
+@dataclass
+class LiveRequest(Request):
+    """A request of SGLang's as drafters see it.
+
+    req: the host's own
+    drafter: who drafts for it
+    max_drafts: the most drafts in a step
+    """
+
+    req: Any = None
+    drafter: str = "none"
+    max_drafts: int = 0
+
+
+class _Accepted(int):
+    """SGLang's count of a request's accepted drafts, which also knows how many were proposed.
+
+    SGLang reckons the latter as K for every step, in another process; see the plugin's hook.
+    """
+
+    proposed: int = 0
+
+    def plus(self, accepted: int, proposed: int) -> _Accepted:
+        """Return the count after one more step."""
+        total = _Accepted(self + accepted)
+        total.proposed = self.proposed + proposed
+        return total
+
+
+@dataclass
+class _Drafters:
+    """The server's drafters, each guarded, and what they share."""
+
+    router: Drafter
+    guards: dict[str, GuardedDrafter]
+    model: SglangDraftModel | None
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    def totals(self) -> Counter[str]:
+        """Return how many requests went without drafts, by reason."""
+        total = Counter(self.fallbacks)
+        for guard in self.guards.values():
+            total.update(guard.fallbacks)
+        return total
+
+
+class OutriderWorker:
+    """What SGLang's scheduler calls instead of the target's worker."""
+
+    def __init__(
+        self,
+        server_args: Any,
+        gpu_id: int,
+        tp_rank: int,
+        dp_rank: int | None,
+        moe_ep_rank: int,
+        attn_cp_rank: int,
+        moe_dp_rank: int,
+        nccl_port: int,
+        target_worker: Any,
+    ) -> None:
+        _check_model(target_worker)
+        self.server_args = server_args
+        self.target_worker = target_worker
+        self.model_runner = target_worker.model_runner
+        self.model_config = target_worker.model_config
+        self._tp_rank = tp_rank
+        self._group = target_worker.world_group
+        self._max_rows = _max_rows(self.model_runner)
+        self._profile = load_profile()
+        self._has_draft_model = server_args.speculative_draft_model_path is not None
+        self._names = self._profile.names(self._has_draft_model)
+        draft_worker = None
+        if self._has_draft_model:
+            ranks = {"moe_ep_rank": moe_ep_rank, "moe_dp_rank": moe_dp_rank, "dp_rank": dp_rank}
+            draft_worker = self._make_draft_worker(
+                gpu_id=gpu_id,
+                tp_rank=tp_rank,
+                pp_rank=0,
+                attn_cp_rank=attn_cp_rank,
+                nccl_port=nccl_port,
+                **ranks,
+            )
+        self._drafters = self._make_drafters(draft_worker)
+        self._live: dict[str, LiveRequest] = {}
+        self._ids = count()
+        self._penalties = Penalties()
+        self._coins = KeyedCoins()
+        self._metrics: Metrics | None = None
+        if server_args.enable_metrics:
+            rank = {"dp_rank": str(dp_rank or 0), "tp_rank": str(tp_rank)}
+            name = server_args.served_model_name
+            self._metrics = Metrics({"model_name": name, **rank}) if tp_rank == 0 else None
+
+    # -- what the scheduler calls
+
+    def forward_batch_generation(self, batch: Any) -> GenerationBatchResult:
+        """Run one step: a prefill batch as the host would, a decode batch with drafts."""
+        if batch.forward_mode.is_decode():
+            return self._decode(batch)
+        return self._prefill(batch)
+
+    def clear_cache_pool(self) -> None:
+        """Do nothing at a cache flush: SGLang flushes only when no request is running."""
+
+    # -- prefill
+
+    def _prefill(self, batch: Any) -> GenerationBatchResult:
+        if batch.forward_mode.is_idle() or batch.is_prefill_only:
+            plain = batch.get_model_worker_batch()
+            result: GenerationBatchResult = self.target_worker.forward_batch_generation(plain)
+            return result
+        self._penalties.renew(batch)
+        plain = batch.get_model_worker_batch()
+        result = self.target_worker.forward_batch_generation(plain, is_verify=True)
+        last = plain.seq_lens - 1
+        result.next_token_ids = sample(self.model_runner, result.logits_output, plain, last)
+        self._prefill_draft(plain)
+        return result
+
+    def _prefill_draft(self, plain: Any) -> None:
+        model = self._drafters.model
+        if model is None or int(plain.seq_lens_cpu.max()) > model.max_length:
+            return
+        try:
+            model.prefill(plain)
+        except Exception as error:
+            self._drafters.fallbacks["prefill"] += len(plain.reqs)
+            logger.warning("draft model: error in prefill: %s", error)
+
+    # -- decode: the four verbs
+
+    def _decode(self, batch: Any) -> GenerationBatchResult:
+        requests = self._requests(batch)
+        self._penalties.catch_up(batch)
+        budget = self._budget(requests)
+        block = self._allocate(batch, budget)
+
+        proposal = self._propose(batch, requests, budget)
+        verify = verify_batch(batch, proposal, block)
+        result = self.target_worker.forward_batch_generation(verify, is_verify=True)
+        output = result.logits_output
+        emitted = sample(self.model_runner, output, verify, verify.seq_lens - 1)
+        verdict = match(emitted, proposal.to(emitted.device))
+        outcomes = self._settle(requests, proposal, verdict)
+
+        self._commit(batch, block, outcomes)
+        self._attach(requests, outcomes, proposal, output)
+        self._finish_step(outcomes, proposal)
+        accepted = [outcome.num_accepted_drafts for outcome in outcomes]
+        return GenerationBatchResult(
+            logits_output=output,
+            next_token_ids=torch.tensor([o.tokens[-1] for o in outcomes], device=batch.device),
+            num_accepted_drafts=sum(accepted),
+            num_accepted_drafts_per_req_cpu=accepted,
+            can_run_cuda_graph=result.can_run_cuda_graph,
+            accept_lens=torch.tensor(accepted),
+        )
+
+    def _requests(self, batch: Any) -> list[LiveRequest]:
+        """Return the batch's requests as drafters see them; take leave of those that are gone."""
+        present = {req.rid for req in batch.reqs}
+        gone = [self._live.pop(rid) for rid in list(self._live) if rid not in present]
+        new = [self._welcome(req) for req in batch.reqs if req.rid not in self._live]
+        if gone:
+            self._drafters.router.stop(gone)
+        if new:
+            self._drafters.router.start(new)
+        return [self._live[req.rid] for req in batch.reqs]
+
+    def _welcome(self, req: Any) -> LiveRequest:
+        params = req.sampling_params
+        max_drafts, drafter = self.server_args.speculative_num_steps, None
+        try:
+            options = request_options(params.custom_params, self._names)
+            drafter = options.drafter
+            if options.max_drafts is not None:
+                max_drafts = min(max_drafts, options.max_drafts)
+        except ValueError:  # the tokenizer's process has refused it; whoever passed it by: K = 0
+            self._drafters.fallbacks["options"] += 1
+            max_drafts = 0
+        if req.grammar is not None and not can_roll_back(req.grammar):
+            self._drafters.fallbacks["grammar"] += 1
+            max_drafts = 0
+        seed = params.sampling_seed
+        live = self._live[req.rid] = LiveRequest(
+            id=next(self._ids),
+            prompt=tuple(req.origin_input_ids),
+            sampling=self._draft_sampling(params),
+            seed=42 if seed is None else seed & (2**63 - 1),
+            output=list(req.output_ids),
+            req=req,
+            drafter=drafter or self._profile.default_drafter(self._has_draft_model),
+            max_drafts=max_drafts,
+        )
+        return live
+
+    def _draft_sampling(self, params: Any) -> SamplingParams:
+        """Return the law by which a draft model should guess; nothing is emitted by it.
+
+        Without seeds nobody knows the coin that the host will toss: the most likely token is the
+        best guess then.
+        """
+        most = max(1, params.max_new_tokens or 1)
+        if not self.server_args.enable_deterministic_inference or params.top_k <= 1:
+            return SamplingParams(max_tokens=most)
+        return SamplingParams(
+            temperature=params.temperature,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            max_tokens=most,
+        )
+
+    def _budget(self, requests: Sequence[LiveRequest]) -> Budget:
+        """Return how many drafts each request may have.
+
+        The last token needs no draft beside it: a request that may emit n more drafts n - 1.
+        """
+        most = [
+            min(r.max_drafts, r.req.sampling_params.max_new_tokens - len(r.output) - 1)
+            for r in requests
+        ]
+        room = self._max_rows // max(1, len(requests)) - 1
+        return Budget(tuple(max(0, min(k, room)) for k in most), "match", self._coins, trees=False)
+
+    def _allocate(self, batch: Any, budget: Budget) -> Block:
+        """Give each request a slot for its last token and for each draft it may have."""
+        starts, lines = [0], list[int]()
+        positions: list[int] = []
+        lens = batch.seq_lens_cpu.tolist()
+        for r, (drafts, length) in enumerate(zip(budget.max_drafts, lens, strict=True)):
+            starts.append(starts[-1] + drafts + 1)
+            lines += [r] * (drafts + 1)
+            positions += range(length, length + drafts + 1)
+        slots = alloc_token_slots(batch.tree_cache, starts[-1])
+        pool = batch.req_to_token_pool
+        line = batch.req_pool_indices[torch.tensor(lines, device=batch.device)]
+        position = torch.tensor(positions, device=batch.device)
+        pool.write((line, position), slots.to(torch.int32))
+        return Block(slots, tuple(starts))
+
+    def _propose(
+        self, batch: Any, requests: Sequence[LiveRequest], budget: Budget
+    ) -> Proposal[Law]:
+        """Ask the drafters. With tensor parallelism, what rank 0 was told holds for all."""
+        if self._drafters.model is not None and any(budget.max_drafts):
+            self._drafters.model.bind(batch.get_model_worker_batch())
+        proposal = self._drafters.router.propose(requests, budget)
+        if self._group.world_size > 1:
+            mine = [proposal.num_drafts, proposal.tokens.tolist()] if self._tp_rank == 0 else []
+            group, rank = self._group, self._group.rank
+            num_drafts, tokens = broadcast_pyobj(mine, rank, group.cpu_group, src=group.ranks[0])
+            proposal = Proposal.chains(tokens, num_drafts)
+        return proposal
+
+    def _settle(
+        self, requests: Sequence[LiveRequest], proposal: Proposal[Law], verdict: Verdict
+    ) -> list[Outcome]:
+        """Emit each request's tokens one by one, as plain decoding does, until the host ends it."""
+        outcomes = []
+        for r, (tokens, rows) in enumerate(verdict.emitted(proposal)):
+            req, kept = requests[r].req, 0
+            for token in tokens:
+                kept += 1
+                if not self._emit(req, token):
+                    break
+            reason = None
+            if req.finished():
+                length = isinstance(req.finished_reason, FINISH_LENGTH)
+                reason = FinishReason.LENGTH if length else FinishReason.STOP
+            outcomes.append(
+                Outcome(
+                    request=requests[r],
+                    tokens=tuple(tokens[:kept]),
+                    rows=tuple(rows[:kept]),
+                    num_drafts=proposal.num_drafts[r],
+                    num_accepted_drafts=min(len(tokens) - 1, kept),
+                    finish_reason=reason,
+                )
+            )
+        return outcomes
+
+    def _emit(self, req: Any, token: int) -> bool:
+        """Append a token, in the order of the host's own decode. Say whether more may follow."""
+        req.output_ids.append(token)
+        think_end = self.model_config.think_end_id
+        if req.require_reasoning and think_end is not None:
+            req.update_reasoning_tokens(token, think_end)
+        req.check_finished()
+        if req.grammar is not None:
+            try:
+                req.grammar.accept_token(token)
+            except ValueError as error:
+                logger.error("grammar of request %s: %s", req.rid, error)
+                req.to_finish = FINISH_ABORT()
+                return False
+        return not req.finished()
+
+    def _commit(self, batch: Any, block: Block, outcomes: Sequence[Outcome]) -> None:
+        """Keep the cache entries of the rows that were kept, and free the others' slots."""
+        counts = [len(outcome.tokens) for outcome in outcomes]
+        kept, rejected = block.split(counts)
+        batch.token_to_kv_pool_allocator.free(rejected)
+        batch.out_cache_loc = kept
+        new = torch.tensor(counts)
+        on_device = new.to(batch.device, non_blocking=True)
+        batch.seq_lens.add_(on_device.to(batch.seq_lens.dtype))
+        batch.orig_seq_lens.add_(on_device.to(batch.orig_seq_lens.dtype))
+        batch.seq_lens_cpu.add_(new.to(batch.seq_lens_cpu.dtype))
+        batch.seq_lens_sum += sum(counts)
+        for req, n, outcome in zip(batch.reqs, counts, outcomes, strict=True):
+            req.kv_committed_len += n
+            req.kv_allocated_len = req.kv_committed_len
+            req.decode_batch_idx += 1
+            req.spec_verify_ct += 1
+            accepted, proposed = outcome.num_accepted_drafts, outcome.num_drafts
+            so_far = req.spec_accepted_drafts
+            if not isinstance(so_far, _Accepted):
+                so_far = _Accepted(so_far)
+            req.spec_accepted_drafts = so_far.plus(accepted, proposed)
+            req.update_spec_acceptance_histogram(accepted)
+
+    def _attach(
+        self,
+        requests: Sequence[LiveRequest],
+        outcomes: Sequence[Outcome],
+        proposal: Proposal[Law],
+        output: Any,
+    ) -> None:
+        """Give requests the logprobs and hidden states of the rows that were kept."""
+        wanted = any(r.req.return_logprob for r in requests)
+        logprobs = output.next_token_logprobs.tolist() if wanted else []
+        for root, request, outcome in zip(proposal.root_rows, requests, outcomes, strict=True):
+            req = request.req
+            rows = [root + row for row in outcome.rows]
+            if req.return_logprob:
+                req.output_token_logprobs_val += [logprobs[row] for row in rows]
+                req.output_token_logprobs_idx += outcome.tokens
+                for name in _TOP_LOGPROBS if req.top_logprobs_num > 0 else ():
+                    _append(req, f"output_{name}", output, f"next_token_{name}", rows)
+                for name in _ID_LOGPROBS if req.token_ids_logprob is not None else ():
+                    _append(req, f"output_{name}", output, f"next_token_{name}", rows)
+            if req.return_hidden_states and output.hidden_states is not None:
+                req.hidden_states += output.hidden_states[rows].cpu().tolist()
+        output.hidden_states = None  # the host would add one row of them again
+
+    def _finish_step(self, outcomes: Sequence[Outcome], proposal: Proposal[Law]) -> None:
+        """Tell the drafters and the counters; extend the requests; forget those that ended."""
+        self._drafters.router.observe(outcomes)
+        for outcome in outcomes:
+            outcome.apply()
+        done = [o.request for o in outcomes if o.finish_reason is not None]
+        if done:
+            self._drafters.router.stop(done)
+            for request in done:
+                self._live.pop(request.req.rid)  # type: ignore[attr-defined]
+        if self._metrics is not None:
+            names = [o.request.drafter for o in outcomes]  # type: ignore[attr-defined]
+            self._metrics.record(outcomes, proposal, names)
+            self._metrics.fallbacks(self._drafters.totals())
+
+    # -- start-up
+
+    def _make_draft_worker(self, **ranks: Any) -> Any:
+        from sglang.srt.managers.tp_worker import TpModelWorker
+
+        self.server_args.context_length = self.model_config.context_len
+        pool, allocator = self.target_worker.get_memory_pool()
+        worker = TpModelWorker(
+            server_args=self.server_args,
+            is_draft_worker=True,
+            req_to_token_pool=pool,
+            token_to_kv_pool_allocator=allocator,
+            memory_pool_config=self.model_runner.memory_pool_config,
+            **ranks,
+        )
+        _check_tokenizers(self.target_worker, self.server_args)
+        return worker
+
+    def _make_drafters(self, draft_worker: Any) -> _Drafters:
+        vocab_size = self.model_config.vocab_size
+        guards: dict[str, GuardedDrafter] = {}
+        model = None
+        for name in self._names:
+            options = self._profile.drafters.get(name, {})
+            if name == MODEL:
+                model = SglangDraftModel(draft_worker, self._max_rows)
+                drafter: Drafter = ModelDrafter(model, vocab_size, **options)
+                # it runs where the target runs, and would only be in its own way in a thread
+                guards[name] = GuardedDrafter(drafter, vocab_size)
+            else:
+                drafter = make_drafter(name, options)
+                guards[name] = GuardedDrafter(drafter, vocab_size, self._profile.draft_timeout)
+        return _Drafters(RoutedDrafter(guards, lambda r: r.drafter), guards, model)  # type: ignore[attr-defined]
+
+
+def _append(req: Any, to: str, output: Any, source: str, rows: Sequence[int]) -> None:
+    """Append what the sampler attached to these rows, tensors as lists."""
+    values = getattr(output, source)
+    new = [values[row] for row in rows]
+    getattr(req, to).extend(v.tolist() if isinstance(v, Tensor) else v for v in new)
+
+
+def _max_rows(runner: Any) -> int:
+    """Return how many rows a pass may have.
+
+    SGLang's GPU backends make room for as many decode requests as may run at once.
+    """
+    if runner.server_args.attention_backend in ("outrider", "torch_native"):
+        return 1 << 30
+    return int(runner.req_to_token_pool.size)
+
+
+def _check_model(target_worker: Any) -> None:
+    """Stop the server for models whose cache is more than keys and values by position."""
+    runner, config = target_worker.model_runner, target_worker.model_config
+    kinds = {
+        "sliding-window layers with a cache of their own": runner.is_hybrid_swa,
+        "state-space layers": runner.mambaish_config is not None,
+        "an encoder": config.is_encoder_decoder,
+        "multimodal input": config.is_multimodal,
+        "n-gram embeddings": runner.use_ngram_embedding,
+        "a page size above 1": runner.page_size != 1,
+    }
+    for what, is_so in kinds.items():
+        if is_so:
+            raise SystemExit(f"outrider: a model with {what} is not supported")
+
+
+def _check_tokenizers(target_worker: Any, server_args: Any) -> None:
+    """Stop the server unless the draft model reads the target's tokens."""
+
+    def load(path: str) -> Any:
+        return get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)
+
+    target = target_worker.tokenizer or load(server_args.tokenizer_path)
+    try:
+        check_same_tokens(target, load(server_args.speculative_draft_model_path))
+    except Unsupported as error:
+        raise SystemExit(f"outrider: {error}") from error
