@@ -42,6 +42,12 @@ def found(name: str) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def model_dir():
+    """Return a function that says where a model lies, or skips the test."""
+    return found
+
+
 @lru_cache(maxsize=6)
 def _load(name: str, dtype: str):
     import torch
@@ -67,8 +73,10 @@ def tokenizer():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say how many tokens were compared with plain decoding."""
+    """Say how much was compared with plain decoding."""
     reports = terminalreporter.getreports("passed")
-    total = sum(value for r in reports for key, value in r.user_properties if "compared" in key)
-    if total:
-        terminalreporter.write_line(f"tokens compared with plain decoding: {total:,}, all equal")
+    for unit in ("tokens", "requests"):
+        key = f"{unit} compared"
+        total = sum(value for r in reports for name, value in r.user_properties if key in name)
+        if total:
+            terminalreporter.write_line(f"{key} with plain decoding: {total:,}, all equal")

@@ -55,3 +55,17 @@ def demo(
     from outrider.cli.demo import run
 
     run(prompt, target, draft, max_tokens, max_drafts, temperature, seed)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    profile: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A YAML file that says how to draft; see docs/sglang.md."),
+    ] = None,
+) -> None:
+    """Serve with SGLang and Outrider. All other options are SGLang's: --model-path and so on."""
+    from outrider.cli.serve import run
+
+    run(profile, context.args)

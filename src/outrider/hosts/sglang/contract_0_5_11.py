@@ -26,6 +26,7 @@ HOOKS: dict[str, str] = {
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
     "utils.common.support_triton": "backend",
+    "layers.utils.hash.murmur_hash32": "seed positions col_indices",
 }
 """What we hook, with its parameters."""
 

@@ -1,10 +1,11 @@
-"""What SGLang lacks on CPU: deterministic linear layers, and grammar masks."""
+"""What SGLang lacks on CPU: deterministic linear layers, seeded coins, and grammar masks."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from outrider import core
 from outrider.kernels.row_invariant import RowInvariant
 
 
@@ -14,6 +15,11 @@ def enable_row_invariance() -> None:
     That is what `--enable-deterministic-inference` does on a GPU, by other means.
     """
     RowInvariant().__enter__()
+
+
+def murmur_hash32(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:
+    """Hash (seed, position, column), [N] x [N] x [M] -> [N, M]: SGLang's is a Triton kernel."""
+    return core.murmur_hash32(seeds.to(torch.int64)[:, None], positions[:, None], columns)
 
 
 def apply_vocab_mask(logits: Tensor, vocab_mask: Tensor) -> None:

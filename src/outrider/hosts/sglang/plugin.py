@@ -196,6 +196,12 @@ def _support_triton(original: Callable[..., Any], backend: str) -> Any:
     return original(backend)
 
 
+def _murmur_hash32(original: Callable[..., Any], seed: Any, positions: Any, columns: Any) -> Any:
+    if seed.device.type == "cpu":
+        return cpu.murmur_hash32(seed, positions, columns)
+    return original(seed, positions, columns)
+
+
 _HOOKS: dict[str, tuple[Callable[..., Any], str]] = dict(
     zip(
         contract.HOOKS,
@@ -209,6 +215,7 @@ _HOOKS: dict[str, tuple[Callable[..., Any], str]] = dict(
             (_batch_invariant_mode, "AROUND"),
             (_apply_vocab_mask, "AROUND"),
             (_support_triton, "AROUND"),
+            (_murmur_hash32, "AROUND"),
         ],
         strict=True,
     )

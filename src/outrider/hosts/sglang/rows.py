@@ -116,7 +116,10 @@ def sample(runner: Any, logits_output: LogitsProcessorOutput, forward: Any, at: 
         kinds.setdefault(_kind(req.sampling_params), []).append(row)
     if len(kinds) == 1:
         (kind,) = kinds
-        return _sample_kind(runner, logits_output, forward, _flagged(copy.copy(info), kind), at)
+        chosen = _flagged(copy.copy(info), kind)
+        tokens = _sample_kind(runner, logits_output, forward, chosen, at)
+        _mend_logprobs(logits_output)
+        return tokens
 
     tokens = torch.empty(len(forward.reqs), dtype=torch.int64, device=at.device)
     parts = []
@@ -132,6 +135,7 @@ def sample(runner: Any, logits_output: LogitsProcessorOutput, forward: Any, at: 
         tokens[index] = _sample_kind(runner, part, few, chosen, at[index]).to(torch.int64)
         parts.append((rows, part))
     _merge_logprobs(logits_output, parts, len(forward.reqs))
+    _mend_logprobs(logits_output)
     return tokens
 
 
@@ -163,6 +167,11 @@ def _flagged(info: Any, kind: str) -> Any:
     return info
 
 
+_TENSORS = (
+    "next_token_top_logprobs_val",
+    "next_token_top_logprobs_idx",
+    "next_token_token_ids_logprobs_val",
+)
 _LOGPROBS = ("next_token_top_logprobs", "next_token_token_ids_logprobs")
 
 
@@ -182,6 +191,19 @@ def _merge_logprobs(output: Any, parts: list[tuple[list[int], Any]], total: int)
             for row, value in zip(rows, getattr(part, name) or [[]] * len(rows), strict=True):
                 merged[row] = value
         setattr(output, name, merged)
+
+
+def _mend_logprobs(output: Any) -> None:
+    """Make what a row did not ask for an empty tensor.
+
+    SGLang's scheduler calls `tolist` on what its sampler leaves as a list for a row without
+    `token_ids_logprob` beside one with it, and dies of it.
+    """
+    for name in _TENSORS:
+        values = getattr(output, name)
+        if values is not None:
+            mended = [v if isinstance(v, Tensor) else torch.tensor(v) for v in values]
+            setattr(output, name, mended)
 
 
 def _expand(info: Any, rows: Sequence[int], index: Tensor) -> Any:
@@ -276,11 +298,15 @@ class Penalties:
             self.counted[req.rid] = 0
         self.catch_up(batch)
 
+    def forget(self, rid: str) -> None:
+        """Forget a request that is gone."""
+        self.counted.pop(rid, None)
+
     def catch_up(self, batch: Any) -> None:
         """Count the output tokens that are not counted yet."""
         orchestrator = batch.sampling_info.penalizer_orchestrator
-        fresh = [req.output_ids[self.counted.get(req.rid, 0) :] for req in batch.reqs]
-        self.counted = {req.rid: len(req.output_ids) for req in batch.reqs}
+        fresh = [req.output_ids[self.counted[req.rid] :] for req in batch.reqs]
+        self.counted.update({req.rid: len(req.output_ids) for req in batch.reqs})
         if orchestrator.is_required:
             for j in range(max(map(len, fresh), default=0)):
                 tokens = [new[j] if j < len(new) else -1 for new in fresh]

@@ -210,13 +210,17 @@ class OutriderWorker:
     def _requests(self, batch: Any) -> list[LiveRequest]:
         """Return the batch's requests as drafters see them; take leave of those that are gone."""
         present = {req.rid for req in batch.reqs}
-        gone = [self._live.pop(rid) for rid in list(self._live) if rid not in present]
+        gone = [self._forget(rid) for rid in list(self._live) if rid not in present]
         new = [self._welcome(req) for req in batch.reqs if req.rid not in self._live]
         if gone:
             self._drafters.router.stop(gone)
         if new:
             self._drafters.router.start(new)
         return [self._live[req.rid] for req in batch.reqs]
+
+    def _forget(self, rid: str) -> LiveRequest:
+        self._penalties.forget(rid)
+        return self._live.pop(rid)
 
     def _welcome(self, req: Any) -> LiveRequest:
         params = req.sampling_params
@@ -403,7 +407,7 @@ class OutriderWorker:
         if done:
             self._drafters.router.stop(done)
             for request in done:
-                self._live.pop(request.req.rid)  # type: ignore[attr-defined]
+                self._forget(request.req.rid)  # type: ignore[attr-defined]
         if self._metrics is not None:
             names = [o.request.drafter for o in outcomes]  # type: ignore[attr-defined]
             self._metrics.record(outcomes, proposal, names)

@@ -1,0 +1,77 @@
+"""Servers for the tests, and a draft model that is right now and then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+if (HERE / "site") not in map(Path, sys.path):
+    sys.path.append(str(HERE / "site"))
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.sglang)
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory):
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="session")
+def launch(logs):
+    """Return a function that starts a server: it answers after `wait`, or as a context."""
+    from server import Server
+
+    started = []
+
+    def start(name: str, model: Path, *flags: str, **environment: str) -> Server:
+        server = Server(model, *flags, log=logs / f"{name}.log", **environment)
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def noisy(tmp_path_factory):
+    """Return a function that makes a draft model of a model: its weights with some noise."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    def make(model: Path, noise: float = 0.1) -> Path:
+        path = tmp_path_factory.mktemp("draft") / f"{model.name}-noisy"
+        shutil.copytree(model, path, ignore=shutil.ignore_patterns("*.safetensors"))
+        weights = load_file(model / "model.safetensors")
+        generator = torch.Generator().manual_seed(0)
+        for name, weight in weights.items():
+            if weight.dim() == 2:
+                spread = weight.float().std() * noise
+                jitter = torch.randn(weight.shape, generator=generator) * spread
+                weights[name] = (weight.float() + jitter).to(weight.dtype)
+        save_file(weights, path / "model.safetensors")
+        return path
+
+    return make
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Return a function that writes a profile and returns the environment that names it."""
+
+    def write(**content) -> dict[str, str]:
+        path = tmp_path / "profile.yaml"
+        path.write_text(json.dumps(content))
+        return {"OUTRIDER_CONFIG": str(path)}
+
+    return write

@@ -1,0 +1,148 @@
+"""Whatever goes wrong around drafting costs speed only: no wrong token, no lost request."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+import workload
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+MODEL = "stories15m"
+FLAGS = [
+    *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
+    *("--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics"),
+    *("--speculative-algorithm", "OUTRIDER"),
+]
+BROKEN = {
+    "raising": "error",
+    "hanging": "timeout",
+    "out_of_range": "garbage",
+    "floats": "garbage",
+}
+
+
+def body(text, max_drafts=None, drafter=None, tokens=24, **params):
+    wishes = {"max_drafts": max_drafts, "drafter": drafter}
+    wishes = {k: v for k, v in wishes.items() if v is not None}
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **params}
+    return {"text": text, "sampling_params": {**params, "custom_params": {"outrider": wishes}}}
+
+
+@pytest.fixture(scope="module")
+def plain(server):
+    """What plain decoding answers: the same server, without drafts."""
+    return {
+        text: server.ask("/generate", body(text, max_drafts=0))["output_ids"]
+        for text in workload.OPENINGS
+    }
+
+
+@pytest.fixture(scope="module")
+def server(launch, model_dir, tmp_path_factory):
+    path = tmp_path_factory.mktemp("profile") / "profile.yaml"
+    drafters = "".join(f"  {name}: {{}}\n" for name in [*BROKEN, "wrong"])
+    path.write_text(f"drafter: ngram\ndraft_timeout: 0.5\ndrafters:\n{drafters}")
+    yield launch("faults", model_dir(MODEL), *FLAGS, OUTRIDER_CONFIG=str(path)).wait()
+
+
+@pytest.mark.parametrize("drafter", BROKEN)
+def test_broken_drafter(drafter, server, plain):
+    before = server.metrics()
+    wishes = [("/generate", body(t, drafter=drafter)) for t in workload.OPENINGS]
+    for concurrency in (1, 6):
+        answers = server.ask_all(wishes, concurrency)
+        assert [a["output_ids"] for a in answers] == list(plain.values())
+    key = f'reason="{BROKEN[drafter]}"'
+    assert counted(server.metrics(), key) > counted(before, key)
+    server.settle_down()
+
+
+def counted(metrics, key):
+    return sum(v for k, v in metrics.items() if k.startswith("outrider:fallbacks") and key in k)
+
+
+def test_drafts_that_are_never_right(server, plain):
+    answers = server.ask_all(
+        [("/generate", body(t, drafter="wrong")) for t in workload.OPENINGS], 6
+    )
+    assert [a["output_ids"] for a in answers] == list(plain.values())
+    assert all(a["meta_info"]["spec_proposed_drafts"] > 20 for a in answers)
+    assert all(a["meta_info"]["spec_accept_rate"] < 0.1 for a in answers)
+
+
+def test_storm_of_aborts(server, plain):
+    """200 requests in flight are given up, while others must be answered as ever."""
+
+    def give_up(i):
+        text = workload.OPENINGS[i % len(workload.OPENINGS)]
+        server.cancel("/generate", body(text, tokens=120), after=i % 7)
+
+    with ThreadPoolExecutor(32) as pool:
+        aborts = [pool.submit(give_up, i) for i in range(200)]
+        answers = server.ask_all([("/generate", body(t)) for t in workload.OPENINGS], 6)
+        for abort in aborts:
+            abort.result()
+    assert [a["output_ids"] for a in answers] == list(plain.values())
+    server.settle_down()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64) | st.floats() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+sensible = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_drafts": st.integers(-3, 100) | json_values,
+        "drafter": st.sampled_from(["ngram", "none", "NGRAM", "", "model"]) | json_values,
+        "temperature": json_values,
+    },
+)
+
+
+def test_malformed_custom_params(server, plain):
+    """1,000 random wishes: each is granted, with the right answer, or refused with 400."""
+    text, expected = next(iter(plain.items()))
+    seen = {200: 0, 400: 0}
+
+    @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(sensible | json_values)
+    def ask(wishes):
+        params = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        params["custom_params"] = {"outrider": wishes}
+        try:
+            answer = server.post("/generate", {"text": text, "sampling_params": params})
+        except requests.exceptions.InvalidJSONError:
+            return  # NaN and infinity cannot be sent
+        assert answer.status_code in seen, answer.text
+        seen[answer.status_code] += 1
+        if answer.ok:
+            assert answer.json()["output_ids"] == expected[:1]
+        else:
+            assert "outrider" in answer.json()["error"]["message"]
+
+    ask()
+    assert seen[200] > 20 and seen[400] > 300, seen
+    server.settle_down()
+
+
+@pytest.mark.parametrize("fault", ["oom", "nan"])
+def test_broken_draft_model(fault, launch, model_dir, plain):
+    """The draft model runs out of memory, or computes what is not a number, now and then."""
+    model = model_dir(MODEL)
+    flags = [*FLAGS, "--speculative-draft-model-path", str(model)]
+    with launch(f"draft-{fault}", model, *flags, OUTRIDER_TEST_FAULT=fault) as server:
+        wishes = [("/generate", body(text)) for text in plain]
+        answers = server.ask_all(wishes, 1) + server.ask_all(wishes, 6)
+        assert [a["output_ids"] for a in answers] == [*plain.values()] * 2
+        reason = {"oom": "error", "nan": "garbage"}[fault]
+        metrics = server.metrics()
+        assert counted(metrics, f'reason="{reason}"') > 0
+        assert metrics["outrider:accepted_draft_tokens_total"] > 0
+        server.settle_down()

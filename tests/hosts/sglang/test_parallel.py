@@ -1,0 +1,47 @@
+"""Several ranks take the same decisions: tensor parallelism and data parallelism, on CPU."""
+
+from __future__ import annotations
+
+import pytest
+import workload
+
+FLAGS = [
+    *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
+    *("--max-total-tokens", "1024", "--max-running-requests", "8", "--enable-metrics"),
+    *("--speculative-algorithm", "OUTRIDER", "--speculative-num-steps", "4"),
+]
+PARALLEL = {
+    "tp": (["--tp-size", "2"], {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}),
+    "dp": (["--dp-size", "2", "--load-balance-method", "round_robin"], {}),
+}
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_two_ranks(kind, launch, model_dir, noisy):
+    """Greedy and sampled, drafts by a model and by n-grams: the answers of K = 0, no rank lost."""
+    model = model_dir("stories15m")
+    flags, environment = PARALLEL[kind]
+    draft = ["--speculative-draft-model-path", str(noisy(model))]
+    with launch(kind, model, *FLAGS, *flags, *draft, **environment) as server:
+        texts = workload.OPENINGS * 2
+
+        def ask(**wishes):
+            params = {"temperature": 0, "max_new_tokens": 32, "repetition_penalty": 1.1}
+            params["custom_params"] = {"outrider": wishes}
+            bodies = [{"text": text, "sampling_params": params} for text in texts]
+            return server.ask_all([("/generate", body) for body in bodies], 6)
+
+        plain = [a["output_ids"] for a in ask(max_drafts=0)]
+        for drafter in ("model", "ngram"):
+            answers = ask(drafter=drafter)
+            assert [a["output_ids"] for a in answers] == plain
+            assert sum(a["meta_info"]["spec_accepted_drafts"] for a in answers) > 0
+        hot = [
+            ("/generate", {"text": text, "sampling_params": {"temperature": 1.0, "top_p": 0.9}})
+            for text in texts
+        ]
+        assert len(server.ask_all(hot, 6)) == len(texts)
+        if kind == "dp":
+            ranks = {a["meta_info"]["dp_rank"] for a in answers}
+            assert ranks == {0, 1}
+        server.settle_down()

@@ -1,0 +1,199 @@
+"""A guest: off unless asked for, and out of the door if the house has changed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import sglang
+from server import ENVIRONMENT
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from outrider.core import Unsupported
+from outrider.hosts.sglang import contract_0_5_11 as contract
+from outrider.hosts.sglang import plugin, settings
+from outrider.hosts.sglang.profile import Profile, load_profile, request_options
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded():
+    load_plugins()
+
+
+def test_contract_holds_and_all_hooks_are_laid():
+    assert contract.differences() == []
+    plugin.check_contract()
+    plugin.check_hooks()
+
+
+@pytest.mark.parametrize(
+    ("table", "name", "parameters", "said"),
+    [
+        ("HOOKS", "server_args.ServerArgs.no_such_method", "self", "is missing"),
+        ("CALLS", "mem_cache.common.alloc_token_slots", "tree_cache", "was (tree_cache)"),
+        ("FIELDS", "managers.utils.GenerationBatchResult", "no_such_field", "lacks no_such_field"),
+    ],
+)
+def test_twin_a_changed_host_is_seen(table, name, parameters, said, monkeypatch):
+    monkeypatch.setitem(getattr(contract, table), name, parameters)
+    assert any(said in line for line in contract.differences())
+    with pytest.raises(SystemExit, match=r"(?s)differs from the 0.5.11.*found SGLang 0.5.11"):
+        plugin.check_contract()
+
+
+def test_another_version_stops_with_both(monkeypatch):
+    monkeypatch.setattr(sglang, "__version__", "0.5.99")
+    with pytest.raises(SystemExit, match=r"(?s)0\.5\.11.*found SGLang 0\.5\.99"):
+        plugin.check_contract()
+
+
+def test_a_hook_that_was_not_laid_stops_the_server(monkeypatch):
+    patched = HookRegistry._patched - {contract.hook_target("utils.common.support_triton")}
+    monkeypatch.setattr(HookRegistry, "_patched", patched)
+    with pytest.raises(SystemExit, match="support_triton"):
+        plugin.Algorithm().create_worker(None)
+
+
+def test_the_server_itself_stops_when_the_host_has_changed(model_dir):
+    """The real command line, with an SGLang that says it is newer."""
+    code = (
+        "import sglang; sglang.__version__ = '0.5.99'\n"
+        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "from sglang.srt.server_args import prepare_server_args\n"
+        "prepare_server_args(['--model-path', '{model}', '--device', 'cpu',"
+        " '--speculative-algorithm', 'OUTRIDER'])"
+    )
+    command = [sys.executable, "-c", code.replace("{model}", str(model_dir("stories15m")))]
+    done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "found SGLang 0.5.99" in done.stderr
+    assert "install SGLang 0.5.11" in done.stderr
+
+
+def _environment():
+    import os
+
+    return {**os.environ, **ENVIRONMENT}
+
+
+def test_off_unless_chosen():
+    assert SpeculativeAlgorithm.from_string(None).is_none()
+    assert SpeculativeAlgorithm.from_string("NGRAM").is_ngram()
+    SamplingParams(custom_params={"outrider": "anything"}).verify(100)
+
+
+def test_chosen():
+    algorithm = SpeculativeAlgorithm.from_string("outrider")
+    assert algorithm.name == "OUTRIDER"
+    assert not algorithm.is_none()
+    assert not algorithm.supports_spec_v2()
+
+
+def arguments(**asked):
+    default = {
+        "pp_size": 1,
+        "page_size": 1,
+        "disaggregation_mode": "null",
+        "speculative_num_steps": None,
+        "speculative_num_draft_tokens": None,
+        "speculative_draft_model_path": None,
+        "speculative_eagle_topk": None,
+        "speculative_token_map": None,
+        "dllm_algorithm": None,
+    }
+    flags = (
+        "dp_attention hierarchical_cache lora two_batch_overlap pdmux hisparse mixed_chunk "
+        "multi_layer_eagle"
+    ).split()
+    default |= {f"enable_{name}": False for name in flags}
+    default |= {"lora_paths": None, "is_embedding": False, "speculative_adaptive": False}
+    return SimpleNamespace(**{**default, **asked})
+
+
+REFUSED = {
+    "--pp-size": {"pp_size": 2},
+    "--page-size": {"page_size": 16},
+    "--disaggregation-mode": {"disaggregation_mode": "decode"},
+    "--enable-dp-attention": {"enable_dp_attention": True},
+    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
+    "LoRA": {"lora_paths": ["adapter"]},
+    "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
+    "--enable-pdmux": {"enable_pdmux": True},
+    "--enable-hisparse": {"enable_hisparse": True},
+    "--dllm-algorithm": {"dllm_algorithm": "LowConfidence"},
+    "--is-embedding": {"is_embedding": True},
+    "--speculative-eagle-topk": {"speculative_eagle_topk": 4},
+    "--speculative-adaptive": {"speculative_adaptive": True},
+    "--speculative-token-map": {"speculative_token_map": "map"},
+    "--enable-multi-layer-eagle": {"enable_multi_layer_eagle": True},
+    "--speculative-num-steps 3": {"speculative_num_steps": 3, "speculative_num_draft_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_at_start(what):
+    with pytest.raises(Unsupported, match=what):
+        settings.apply(arguments(**REFUSED[what]))
+
+
+def test_nothing_that_is_refused_is_untested():
+    tested = " ".join(REFUSED)
+    for what, _, _ in settings.REFUSED:
+        assert any(word.strip("()") in tested for word in what.split()), what
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "expected"), [(None, None, 4), (7, None, 7), (None, 6, 5), (0, None, 0)]
+)
+def test_sglangs_own_flags_say_how_many_drafts(steps, rows, expected):
+    args = arguments(speculative_num_steps=steps, speculative_num_draft_tokens=rows)
+    settings.apply(args)
+    assert args.speculative_num_steps == expected
+    assert args.speculative_num_draft_tokens == expected + 1
+    assert args.disable_overlap_schedule
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("drafter: [1]", "drafter"),
+        ("no_such_key: 1", "no_such_key"),
+        ("draft_timeout: 0", "draft_timeout"),
+        ("draft_timeout: '1'", "draft_timeout"),
+        ("drafters: {ngram: 3}", "ngram"),
+        ("}", "cannot be read"),
+    ],
+)
+def test_profile_is_strict(content, said, tmp_path):
+    path = tmp_path / "profile.yaml"
+    path.write_text(content)
+    with pytest.raises(Unsupported, match=said):
+        load_profile(str(path))
+
+
+def test_profile(tmp_path, monkeypatch):
+    path = tmp_path / "profile.yaml"
+    path.write_text("drafter: ngram\ndrafters:\n  ngram: {min_n: 1}\n")
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
+    assert load_profile().drafters == {"ngram": {"min_n": 1}}
+    assert load_profile().names(has_draft_model=True) == ["ngram", "model", "none"]
+    assert Profile().default_drafter(has_draft_model=True) == "model"
+    path.write_text("drafter: model\n")
+    with pytest.raises(Unsupported, match="speculative-draft-model-path"):
+        monkeypatch.setenv("OUTRIDER_CONFIG", str(path.rename(tmp_path / "other.yaml")))
+        settings.apply(arguments())
+
+
+def test_request_options():
+    names = ["ngram", "none"]
+    assert request_options(None, names).max_drafts is None
+    assert request_options({"outrider": {"max_drafts": 3}}, names).max_drafts == 3
+    assert request_options({"outrider": {"drafter": "none"}}, names).drafter == "none"
+    for wrong in ({"max_drafts": -1}, {"max_drafts": True}, {"drafter": "model"}, {"k": 1}, [], 1):
+        with pytest.raises(ValueError, match=r"custom_params\.outrider"):
+            request_options({"outrider": wrong}, names)
