@@ -25,7 +25,7 @@ COUNT = 480
 def server(launch, model_dir):
     model = model_dir("stories15m")
     draft = ["--speculative-draft-model-path", str(model)]
-    yield launch("law", model, *FLAGS, *draft).wait()
+    return launch("law", model, *FLAGS, *draft).wait()
 
 
 def outcomes(server, drafts, params):

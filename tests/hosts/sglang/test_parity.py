@@ -138,7 +138,7 @@ def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, record_
 def test_seeded_as_deterministic_sglang(
     name, count, max_new, model_dir, launch, noisy, record_property
 ):
-    """Bare SGLang in its own deterministic mode against OUTRIDER with a draft model, bit for bit."""
+    """Bare SGLang in its deterministic mode against OUTRIDER with a draft model, bit for bit."""
     model = model_dir(name)
     draft = ["--speculative-draft-model-path", str(noisy(model)), "--speculative-num-steps", "3"]
     bare = launch(f"{name}-deterministic", model, *ROOMY, *DETERMINISTIC, *NO_OVERLAP)

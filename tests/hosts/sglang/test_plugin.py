@@ -106,10 +106,10 @@ def arguments(**asked):
         "speculative_token_map": None,
         "dllm_algorithm": None,
     }
-    flags = (
-        "dp_attention hierarchical_cache lora two_batch_overlap pdmux hisparse mixed_chunk "
-        "multi_layer_eagle"
-    ).split()
+    flags = [
+        *("dp_attention", "hierarchical_cache", "lora", "two_batch_overlap", "pdmux", "hisparse"),
+        *("mixed_chunk", "multi_layer_eagle"),
+    ]
     default |= {f"enable_{name}": False for name in flags}
     default |= {"lora_paths": None, "is_embedding": False, "speculative_adaptive": False}
     return SimpleNamespace(**{**default, **asked})
@@ -183,9 +183,10 @@ def test_profile(tmp_path, monkeypatch):
     assert load_profile().drafters == {"ngram": {"min_n": 1}}
     assert load_profile().names(has_draft_model=True) == ["ngram", "model", "none"]
     assert Profile().default_drafter(has_draft_model=True) == "model"
-    path.write_text("drafter: model\n")
+    other = tmp_path / "other.yaml"
+    other.write_text("drafter: model\n")
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(other))
     with pytest.raises(Unsupported, match="speculative-draft-model-path"):
-        monkeypatch.setenv("OUTRIDER_CONFIG", str(path.rename(tmp_path / "other.yaml")))
         settings.apply(arguments())
 
 

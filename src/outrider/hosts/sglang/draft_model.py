@@ -9,6 +9,7 @@ written (its request had opted out, or drafting was at rest) makes poor drafts, 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,6 +34,7 @@ class SglangDraftModel:
     """Runs the draft model over rows, as decode batches.
 
     max_rows: at most so many rows in one pass
+    seconds: time spent in forward passes so far
     """
 
     def __init__(self, worker: TpModelWorker, max_rows: int) -> None:
@@ -42,6 +44,7 @@ class SglangDraftModel:
         self._max_rows = max_rows
         self._prefilled: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._batch: Any = None
+        self.seconds = 0.0
 
     def bind(self, batch: Any) -> None:
         """Take the host's batch whose requests will be drafted for next."""
@@ -112,7 +115,9 @@ class SglangDraftModel:
         batch = dataclasses.replace(
             batch, spec_info=None, return_logprob=False, capture_hidden_mode=CaptureHiddenMode.NULL
         )
+        started = time.perf_counter()
         forward = ForwardBatch.init_new(batch, self._runner)
         output = self._runner.forward(forward).logits_output
+        self.seconds += time.perf_counter() - started
         logits: Tensor = output.next_token_logits
         return logits

@@ -30,6 +30,9 @@ class Metrics:
         self._fallbacks = metric(
             "fallbacks", "Requests that a step served without drafts, by reason.", "reason"
         )
+        self._seconds = metric(
+            "step_seconds", "Time of decode steps, by part, as the host's clock saw it.", "part"
+        )
         self._told: Counter[str] = Counter()
 
     def record(
@@ -46,6 +49,11 @@ class Metrics:
                 self._accepted.labels(**own).inc(outcome.num_accepted_drafts)
             for position in range(1, outcome.num_accepted_drafts + 1):
                 self._at.labels(**self._labels, position=str(position)).inc()
+
+    def times(self, parts: Mapping[str, float]) -> None:
+        """Count the seconds of one step, by part."""
+        for part, seconds in parts.items():
+            self._seconds.labels(**self._labels, part=part).inc(seconds)
 
     def fallbacks(self, totals: Mapping[str, int]) -> None:
         """Count what is new in these totals, by reason."""

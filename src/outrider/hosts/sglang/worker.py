@@ -7,7 +7,8 @@ and leaves cache lengths and logprobs as plain decoding would have left them aft
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -77,6 +78,23 @@ class _Accepted(int):
         return total
 
 
+class _Clock:
+    """Splits a step's time into parts. On a GPU, a part is charged for what it waits for.
+
+    since: when the step before ended, if nothing else came between: the scheduler's share
+    """
+
+    def __init__(self, since: float | None) -> None:
+        self.parts: defaultdict[str, float] = defaultdict(float)
+        self.last = time.perf_counter() if since is None else since
+
+    def lap(self, part: str, less: float = 0.0) -> None:
+        """Charge the time since the last lap to this part, less what was charged elsewhere."""
+        now = time.perf_counter()
+        self.parts[part] += now - self.last - less
+        self.last = now
+
+
 @dataclass
 class _Drafters:
     """The server's drafters, each guarded, and what they share."""
@@ -136,6 +154,7 @@ class OutriderWorker:
         self._ids = count()
         self._penalties = Penalties()
         self._coins = KeyedCoins()
+        self._step_ended: float | None = None
         self._metrics: Metrics | None = None
         if server_args.enable_metrics:
             rank = {"dp_rank": str(dp_rank or 0), "tp_rank": str(tp_rank)}
@@ -156,6 +175,7 @@ class OutriderWorker:
     # -- prefill
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
+        self._step_ended = None
         if batch.forward_mode.is_idle() or batch.is_prefill_only:
             plain = batch.get_model_worker_batch()
             result: GenerationBatchResult = self.target_worker.forward_batch_generation(plain)
@@ -174,6 +194,7 @@ class OutriderWorker:
             return
         try:
             model.prefill(plain)
+            model.seconds = 0.0
         except Exception as error:
             self._drafters.fallbacks["prefill"] += len(plain.reqs)
             logger.warning("draft model: error in prefill: %s", error)
@@ -181,22 +202,33 @@ class OutriderWorker:
     # -- decode: the four verbs
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
+        clock = _Clock(self._step_ended)
+        clock.lap("scheduler")
         requests = self._requests(batch)
         self._penalties.catch_up(batch)
         budget = self._budget(requests)
         block = self._allocate(batch, budget)
+        clock.lap("host")
 
         proposal = self._propose(batch, requests, budget)
+        self._charge_draft(clock)
         verify = verify_batch(batch, proposal, block)
+        clock.lap("host")
         result = self.target_worker.forward_batch_generation(verify, is_verify=True)
         output = result.logits_output
+        clock.lap("forward")
         emitted = sample(self.model_runner, output, verify, verify.seq_lens - 1)
         verdict = match(emitted, proposal.to(emitted.device))
         outcomes = self._settle(requests, proposal, verdict)
+        clock.lap("verify")
 
         self._commit(batch, block, outcomes)
         self._attach(requests, outcomes, proposal, output)
         self._finish_step(outcomes, proposal)
+        clock.lap("host")
+        if self._metrics is not None:
+            self._metrics.times(clock.parts)
+        self._step_ended = clock.last if self._live else None
         accepted = [outcome.num_accepted_drafts for outcome in outcomes]
         return GenerationBatchResult(
             logits_output=output,
@@ -206,6 +238,14 @@ class OutriderWorker:
             can_run_cuda_graph=result.can_run_cuda_graph,
             accept_lens=torch.tensor(accepted),
         )
+
+    def _charge_draft(self, clock: _Clock) -> None:
+        """Charge a proposal's time to the draft model's passes and to what is around them."""
+        model, passes = self._drafters.model, 0.0
+        if model is not None:
+            passes, model.seconds = model.seconds, 0.0
+            clock.parts["draft_forward"] += passes
+        clock.lap("draft", less=passes)
 
     def _requests(self, batch: Any) -> list[LiveRequest]:
         """Return the batch's requests as drafters see them; take leave of those that are gone."""
