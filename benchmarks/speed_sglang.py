@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "model, K <= 6": {"drafter": "model", "max_drafts": 6},
 }
 FLAGS = [
-    *("--dtype", "bfloat16", "--mem-fraction-static", "0.3", "--max-total-tokens", "6144"),
+    *("--dtype", "bfloat16", "--mem-fraction-static", "0.6", "--max-total-tokens", "6144"),
     *("--max-running-requests", "8", "--context-length", "1024", "--enable-metrics"),
 ]
 
@@ -134,6 +134,7 @@ def main() -> None:
         SGLANG_PLUGINS="none",
         **threads,
     )
+    bare.wait()  # one after the other: SGLang looks how much memory is left
     ours = Suspendable(target, *FLAGS, *outrider, log=logs / "ours.log", **threads)
     runs: list[dict[str, Any]] = []
     with Progress() as progress, bare, ours:

@@ -7,107 +7,16 @@ chunked prefill, shared prefixes and clients that hang up; what it answers must 
 
 from __future__ import annotations
 
-import random
-import threading
-from pathlib import Path
-
+import parity
 import pytest
 import workload
 from outrider_test_site import no_repeat_processor
 
-COMMON = [
-    *("--dtype", "float32", "--mem-fraction-static", "0.1", "--enable-custom-logit-processor"),
-    *("--chat-template", str(Path(__file__).parent / "plain.jinja")),
-]
-ROOMY = [*COMMON, "--max-total-tokens", "4096", "--max-running-requests", "16"]
-TIGHT = [
-    *COMMON,
-    *("--max-total-tokens", "260", "--max-running-requests", "12"),
-    *("--schedule-conservativeness", "0.05", "--chunked-prefill-size", "48", "--enable-metrics"),
-]
-STOCK = ["--attention-backend", "torch_native"]
-NO_OVERLAP = ["--disable-overlap-schedule"]
-DETERMINISTIC = ["--attention-backend", "outrider", "--enable-deterministic-inference"]
-OUTRIDER = ["--speculative-algorithm", "OUTRIDER"]
 
-
-class Comparison:
-    """Collects what differs, and counts what was compared."""
-
-    def __init__(self, record):
-        self.record, self.different = record, []
-        self.gaps: dict[str, float] = {}
-        self.requests = self.tokens = 0
-
-    def compare(self, wishes, bare, ours):
-        for wish, a, b in zip(wishes, bare, ours, strict=True):
-            self.requests += 1
-            if workload.essence(a) != workload.essence(b):
-                name = f"{wish.kind}/{wish.form}"
-                self.different.append((name, workload.essence(a), workload.essence(b)))
-                continue
-            self.tokens += sum(_tokens(x) for x in (a if isinstance(a, list) else [a]))
-            gap = workload.furthest(workload.logprobs(a), workload.logprobs(b))
-            self.gaps[wish.kind] = max(self.gaps.get(wish.kind, 0.0), gap)
-
-    def conclude(self, logprobs_within):
-        shown = "\n".join(map(str, self.different[:4]))
-        assert not self.different, f"{len(self.different)} of {self.requests} differ:\n{shown}"
-        loose = max(logprobs_within, 1e-5)
-        within = {kind: loose if "additive" in kind else logprobs_within for kind in self.gaps}
-        assert all(gap <= within[kind] for kind, gap in self.gaps.items()), self.gaps
-        self.record("tokens compared", self.tokens)
-        self.record("requests compared", self.requests)
-
-
-def _tokens(answer):
-    if "choices" in answer:
-        return (answer["usage"] or {}).get("completion_tokens", 0)
-    return answer["meta_info"]["completion_tokens"]
-
-
-def ask_bare(server, wishes):
-    """Ask what bare SGLang survives: `token_ids_logprob` beside a request without it kills it."""
-    alone = ["token_ids_logprob" in wish.body for wish in wishes]
-    answers = {}
-    for is_alone, concurrency in ((True, 1), (False, 8)):
-        group = [i for i, wish in enumerate(wishes) if alone[i] == is_alone]
-        found = server.ask_all([wishes[i].wish for i in group], concurrency)
-        answers |= dict(zip(group, found, strict=True))
-    return [answers[i] for i in range(len(wishes))]
-
-
-def disturb(server, wishes, stop, seed):
-    """Hang up on requests in flight until told to stop."""
-    rng = random.Random(seed)
-    while not stop.is_set():
-        wish = rng.choice(wishes)
-        if wish.path == "/generate":
-            server.cancel(*wish.wish, after=rng.randrange(6))
-
-
-def ask_in_a_storm(server, wishes, concurrency):
-    stop = threading.Event()
-    storms = [
-        threading.Thread(target=disturb, args=(server, wishes, stop, seed)) for seed in range(2)
-    ]
-    for storm in storms:
-        storm.start()
-    try:
-        return server.ask_all([wish.wish for wish in wishes], concurrency)
-    finally:
-        stop.set()
-        for storm in storms:
-            storm.join()
-
-
-def check_traffic(server):
-    """The run must have met what it claims to survive: drafts kept and lost, retraction."""
-    counters = server.metrics()
-    drafted = counters["outrider:draft_tokens_total"]
-    accepted = counters["outrider:accepted_draft_tokens_total"]
-    assert 0 < accepted < drafted
-    assert "Retract requests" in server.log.read_text(), "the cache was not small enough"
+def conclude(comparison, logprobs_within, record_property):
+    comparison.conclude(logprobs_within)
+    record_property("tokens compared", comparison.tokens)
+    record_property("requests compared", comparison.requests)
 
 
 @pytest.mark.parametrize(
@@ -116,20 +25,13 @@ def check_traffic(server):
 def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, record_property):
     """Bare SGLang as it comes, without our plugin, against OUTRIDER with n-grams."""
     model = model_dir(name)
-    bare = launch(f"{name}-stock", model, *ROOMY, *STOCK, *NO_OVERLAP, SGLANG_PLUGINS="none")
-    ours = launch(f"{name}-ngram", model, *TIGHT, *STOCK, *OUTRIDER)
+    bare = launch(f"{name}-stock", model, *parity.BARE, *parity.STOCK, SGLANG_PLUGINS="none")
+    ours = launch(f"{name}-ngram", model, *parity.TIGHT, *parity.STOCK, *parity.OUTRIDER)
     wishes = workload.make(workload.GREEDY, count, 1, max_new, no_repeat_processor())
-    comparison = Comparison(record_property)
     with bare, ours:
-        half = len(wishes) // 2
-        expected = ask_bare(bare, wishes)
-        answers = ask_in_a_storm(ours, wishes[:half], 16) + ours.ask_all(
-            [wish.wish for wish in wishes[half:]], 4
-        )
-        comparison.compare(wishes, expected, answers)
-        ours.settle_down()
-        check_traffic(ours)
-    comparison.conclude(logprobs_within=1e-5)
+        comparison = parity.compare_greedy(bare, ours, wishes)
+        parity.check_traffic(ours)
+    conclude(comparison, 1e-5, record_property)
 
 
 @pytest.mark.parametrize(
@@ -141,21 +43,11 @@ def test_seeded_as_deterministic_sglang(
     """Bare SGLang in its deterministic mode against OUTRIDER with a draft model, bit for bit."""
     model = model_dir(name)
     draft = ["--speculative-draft-model-path", str(noisy(model)), "--speculative-num-steps", "3"]
-    bare = launch(f"{name}-deterministic", model, *ROOMY, *DETERMINISTIC, *NO_OVERLAP)
-    ours = launch(f"{name}-model", model, *TIGHT, *DETERMINISTIC, *OUTRIDER, *draft)
-    kinds = [workload.GREEDY, workload.SEEDED, workload.FILTERED]
-    phases = [
-        workload.make(kind, count // 3, seed, max_new, no_repeat_processor())
-        for seed, kind in enumerate(kinds)
-    ]
-    comparison = Comparison(record_property)
+    mode = parity.DETERMINISTIC
+    bare = launch(f"{name}-deterministic", model, *parity.BARE, *mode)
+    ours = launch(f"{name}-model", model, *parity.TIGHT, *mode, *parity.OUTRIDER, *draft)
+    phases = parity.seeded_phases(count, max_new, no_repeat_processor())
     with bare, ours:
-        expected = [ask_bare(bare, phase) for phase in phases]
-        order = [(p, i) for p, phase in enumerate(phases) for i in range(len(phase))]
-        random.Random(5).shuffle(order)
-        mixed = [phases[p][i] for p, i in order]
-        answers = ask_in_a_storm(ours, mixed, 16)
-        comparison.compare(mixed, [expected[p][i] for p, i in order], answers)
-        ours.settle_down()
-        check_traffic(ours)
-    comparison.conclude(logprobs_within=0.0)
+        comparison = parity.compare_seeded(bare, ours, phases)
+        parity.check_traffic(ours)
+    conclude(comparison, 0.0, record_property)
