@@ -3,8 +3,8 @@
     python benchmarks/parity_sglang.py [--count 96] [--tokens 16]
 
 Run it in the environment of scripts/setup-sglang-cpu. Both servers are in SGLang's deterministic
-mode; requests are those of the parity tests: greedy and seeded, all parameters, streamed or not, all
-at once on a small cache, amid clients that hang up.
+mode; requests are those of the parity tests: greedy and seeded, all parameters, streamed or not,
+all at once on a small cache, amid clients that hang up.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from pathlib import Path
 
 from common import model_path, write
 
-TESTS = Path(__file__).parents[1] / "tests" / "hosts" / "sglang"
-sys.path[:0] = [str(TESTS), str(TESTS / "site")]
-
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang/site"))
 import parity
 from outrider_test_site import no_repeat_processor
 from server import Server

@@ -152,9 +152,10 @@ _LOCAL = threading.local()
 
 
 def session() -> requests.Session:
-    """Return this thread's session: connections are kept open."""
+    """Return this thread's session. No connection is kept: a server may have been suspended."""
     if not hasattr(_LOCAL, "session"):
         _LOCAL.session = requests.Session()
+        _LOCAL.session.headers["Connection"] = "close"
     return _LOCAL.session
 
 

@@ -1,0 +1,109 @@
+"""Makes docs/sglang-support.md from what the tests test.
+
+python tests/hosts/sglang/support_matrix.py > docs/sglang-support.md
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import workload
+
+from outrider.hosts.sglang import settings
+
+HEAD = """# What works in SGLang 0.5.11
+
+Made from the tests by `python tests/hosts/sglang/support_matrix.py`; a test compares the two. All
+of it was run on CPU with SGLang's unmodified 0.5.11 wheel. Nothing here was run on a GPU yet.
+"""
+
+FORMS = {
+    "plain": "`/generate`",
+    "logprobs": "`/generate` with logprobs: input, output, top 3, given ids",
+    "stream": "`/generate`, streamed",
+    "n": "`/generate` with `n=2`",
+    "chat": "`/v1/chat/completions`, streamed, with usage",
+    "completions": "`/v1/completions` with logprobs",
+    "processor": "custom logit processor that looks at the output so far",
+}
+SAME = "the same ids, text, finish reason and counts as bare SGLang"
+TRAFFIC = {
+    "concurrency 1 to 16, shared prefixes (radix cache), chunked prefill": "test_parity.py",
+    "retraction (cache too small), clients that hang up and come again": "test_parity.py",
+    "no slot lost: SGLang's strict idle check": "test_parity.py, test_faults.py",
+    "tensor parallelism (`--tp-size 2`), data parallelism (`--dp-size 2`)": "test_parallel.py",
+    "drafts by a model (SGLang's own `TpModelWorker`) and by n-grams": "all of them",
+    "attention backends `torch_native` and `outrider`": "test_parity.py",
+    "`return_hidden_states`": "test_requests.py",
+    "unseeded sampling (temperature, top-k, top-p, min-p): the law, by chi-square": "test_law.py",
+}
+REQUESTS = {
+    "`custom_params.outrider` that is not `{max_drafts, drafter}`": "says what is wrong with it",
+    "a drafter that the server does not have": "names those it has",
+    "`min_p` with `--enable-deterministic-inference`": "SGLang's seeded sampler lacks it",
+}
+FALLBACKS = {
+    "`error`, `timeout`, `garbage`": "a drafter raised, took too long, or returned no drafts",
+    "`resting`": "a drafter that failed is left alone for a while",
+    "`prefill`": "the draft model could not read a prompt",
+    "`grammar`": "a grammar backend that cannot go back (xgrammar can)",
+}
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def shown(params: dict) -> str:
+    return ", ".join(f"`{key}`" for key in params) or "defaults"
+
+
+def page() -> str:
+    """Return the page."""
+    kinds = [
+        *((name, params, "greedy") for name, params in workload.GREEDY.items()),
+        *((name, params, "seeded") for name, params in workload.SEEDED.items()),
+        *((name, params, "seeded") for name, params in workload.FILTERED.items()),
+    ]
+    parts = [HEAD, f"## Compared with bare SGLang: {SAME}\n"]
+    parts.append(
+        table(
+            ("kind", "parameters", "compared"),
+            [(name, shown(params), f"{law}, `test_parity.py`") for name, params, law in kinds],
+        )
+    )
+    parts.append("Each of these in every form:\n")
+    parts.append(table(("form",), [(FORMS[form],) for form in dict.fromkeys(workload.FORMS)]))
+    parts.append("## Compared with K = 0 on the same server\n")
+    parts.append(
+        "Bare SGLang on CPU cannot do these: a grammar ends its scheduler with `RuntimeError: "
+        "Unsupported device: cpu`.\n"
+    )
+    parts.append(
+        table(
+            ("kind", "parameters", "compared"),
+            [(n, shown(p), "`test_requests.py`") for n, p in workload.GRAMMAR.items()],
+        )
+    )
+    parts.append("## Under traffic\n")
+    parts.append(table(("what", "tested in"), [(k, f"`{v}`") for k, v in TRAFFIC.items()]))
+    parts.append("## Refused when the server starts\n")
+    parts.append(table(("asked for", "instead"), [(f"{w}", fix) for w, fix, _ in settings.REFUSED]))
+    parts.append(
+        "Also models with sliding-window layers in a cache of their own, state-space layers, an "
+        "encoder, multimodal input or n-gram embeddings; a draft model with another tokenizer; and "
+        "any other version of SGLang.\n"
+    )
+    parts.append("## Refused with 400\n")
+    parts.append(table(("request", "why"), list(REQUESTS.items())))
+    parts.append("## Served without drafts, and counted\n")
+    parts.append("`outrider:fallbacks_total{reason=...}`:\n")
+    parts.append(table(("reason", "when"), list(FALLBACKS.items())))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
