@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -13,6 +14,17 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 if (HERE / "site") not in map(Path, sys.path):
     sys.path.append(str(HERE / "site"))
+
+
+HAS_SGLANG = importlib.util.find_spec("sglang") is not None
+collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
+
+
+def pytest_report_header():
+    """Say that, and why, these tests are left out."""
+    if not HAS_SGLANG:
+        return "tests/hosts/sglang: left out, no SGLang here (scripts/setup-sglang-cpu makes one)"
+    return None
 
 
 def pytest_collection_modifyitems(items):

@@ -78,7 +78,7 @@ def test_storm_of_aborts(server, plain):
 
     def give_up(i):
         text = workload.OPENINGS[i % len(workload.OPENINGS)]
-        server.cancel("/generate", body(text, tokens=120), after=i % 7)
+        server.cancel("/generate", body(text, tokens=60), after=i % 7)
 
     with ThreadPoolExecutor(32) as pool:
         aborts = [pool.submit(give_up, i) for i in range(200)]

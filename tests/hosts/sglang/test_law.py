@@ -18,7 +18,7 @@ SAMPLING = {
     "top_k, top_p": {"temperature": 1.5, "top_k": 12, "top_p": 0.9},
     "min_p": {"temperature": 1.5, "min_p": 0.05},
 }
-COUNT = 480
+COUNT = 320
 
 
 @pytest.fixture(scope="module")

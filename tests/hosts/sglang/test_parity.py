@@ -35,7 +35,7 @@ def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, record_
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "max_new"), [("stories15m", 150, 32), ("smollm2-135m-instruct", 60, 20)]
+    ("name", "count", "max_new"), [("stories15m", 150, 32), ("smollm2-135m-instruct", 30, 20)]
 )
 def test_seeded_as_deterministic_sglang(
     name, count, max_new, model_dir, launch, noisy, record_property

@@ -15,8 +15,9 @@ import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
@@ -283,30 +284,28 @@ def advance(orchestrator: Any, tokens: Sequence[int], device: Any) -> None:
         getattr(penalizer, name)[still] = before
 
 
-@dataclass
 class Penalties:
     """Keeps the host's penalties in step with what was emitted: in spec v1 nobody else does.
 
     It also mends a gap of the host's: a retracted request comes back with its penalties empty.
     """
 
-    counted: dict[str, int] = field(default_factory=dict)
+    def __init__(self) -> None:
+        # how many output tokens of each request its penalties have counted
+        self._counted: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     def renew(self, batch: Any) -> None:
         """Count all output tokens of a batch whose penalties the host has just made."""
         for req in batch.reqs:
-            self.counted[req.rid] = 0
+            self._counted[req] = 0
         self.catch_up(batch)
-
-    def forget(self, rid: str) -> None:
-        """Forget a request that is gone."""
-        self.counted.pop(rid, None)
 
     def catch_up(self, batch: Any) -> None:
         """Count the output tokens that are not counted yet."""
         orchestrator = batch.sampling_info.penalizer_orchestrator
-        fresh = [req.output_ids[self.counted[req.rid] :] for req in batch.reqs]
-        self.counted.update({req.rid: len(req.output_ids) for req in batch.reqs})
+        fresh = [req.output_ids[self._counted[req] :] for req in batch.reqs]
+        for req in batch.reqs:
+            self._counted[req] = len(req.output_ids)
         if orchestrator.is_required:
             for j in range(max(map(len, fresh), default=0)):
                 tokens = [new[j] if j < len(new) else -1 for new in fresh]

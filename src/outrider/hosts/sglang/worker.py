@@ -172,10 +172,17 @@ class OutriderWorker:
     def clear_cache_pool(self) -> None:
         """Do nothing at a cache flush: SGLang flushes only when no request is running."""
 
+    def update_weights_from_disk(self, recv_req: Any) -> tuple[bool, str]:
+        """Leave the draft model as it is when the target gets new weights: it costs speed only."""
+        return True, "the draft model keeps its weights"
+
+    update_weights_from_ipc = update_weights_from_disk
+
     # -- prefill
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._step_ended = None
+        self._dismiss([req.rid for req in batch.reqs])  # who was retracted begins anew
         if batch.forward_mode.is_idle() or batch.is_prefill_only:
             plain = batch.get_model_worker_batch()
             result: GenerationBatchResult = self.target_worker.forward_batch_generation(plain)
@@ -189,8 +196,12 @@ class OutriderWorker:
         return result
 
     def _prefill_draft(self, plain: Any) -> None:
+        """Let the draft model read the prompts too, if it will draft for one of them."""
         model = self._drafters.model
-        if model is None or int(plain.seq_lens_cpu.max()) > model.max_length:
+        wishes = [self._wishes(req) for req in plain.reqs]
+        if model is None or not any(name == MODEL and most for name, most in wishes):
+            return
+        if int(plain.seq_lens_cpu.max()) > model.max_length:
             return
         try:
             model.prefill(plain)
@@ -224,7 +235,7 @@ class OutriderWorker:
 
         self._commit(batch, block, outcomes)
         self._attach(requests, outcomes, proposal, output)
-        self._finish_step(outcomes, proposal)
+        self._finish_step(batch.reqs, outcomes, proposal)
         clock.lap("host")
         if self._metrics is not None:
             self._metrics.times(clock.parts)
@@ -250,33 +261,24 @@ class OutriderWorker:
     def _requests(self, batch: Any) -> list[LiveRequest]:
         """Return the batch's requests as drafters see them; take leave of those that are gone."""
         present = {req.rid for req in batch.reqs}
-        gone = [self._forget(rid) for rid in list(self._live) if rid not in present]
+        self._dismiss([rid for rid in self._live if rid not in present])
         new = [self._welcome(req) for req in batch.reqs if req.rid not in self._live]
-        if gone:
-            self._drafters.router.stop(gone)
         if new:
             self._drafters.router.start(new)
         return [self._live[req.rid] for req in batch.reqs]
 
-    def _forget(self, rid: str) -> LiveRequest:
-        self._penalties.forget(rid)
-        return self._live.pop(rid)
+    def _dismiss(self, rids: Sequence[str]) -> None:
+        """Let the drafters forget those of these requests that they know."""
+        gone = [self._live.pop(rid) for rid in rids if rid in self._live]
+        if gone:
+            self._drafters.router.stop(gone)
 
     def _welcome(self, req: Any) -> LiveRequest:
-        params = req.sampling_params
-        max_drafts, drafter = self.server_args.speculative_num_steps, None
-        try:
-            options = request_options(params.custom_params, self._names)
-            drafter = options.drafter
-            if options.max_drafts is not None:
-                max_drafts = min(max_drafts, options.max_drafts)
-        except ValueError:  # the tokenizer's process has refused it; whoever passed it by: K = 0
-            self._drafters.fallbacks["options"] += 1
-            max_drafts = 0
+        params, seed = req.sampling_params, req.sampling_params.sampling_seed
+        drafter, max_drafts = self._wishes(req)
         if req.grammar is not None and not can_roll_back(req.grammar):
             self._drafters.fallbacks["grammar"] += 1
             max_drafts = 0
-        seed = params.sampling_seed
         live = self._live[req.rid] = LiveRequest(
             id=next(self._ids),
             prompt=tuple(req.origin_input_ids),
@@ -284,10 +286,22 @@ class OutriderWorker:
             seed=42 if seed is None else seed & (2**63 - 1),
             output=list(req.output_ids),
             req=req,
-            drafter=drafter or self._profile.default_drafter(self._has_draft_model),
+            drafter=drafter,
             max_drafts=max_drafts,
         )
         return live
+
+    def _wishes(self, req: Any) -> tuple[str, int]:
+        """Return who drafts for a request, and how many drafts it may have in a step."""
+        most = self.server_args.speculative_num_steps
+        default = self._profile.default_drafter(self._has_draft_model)
+        try:
+            options = request_options(req.sampling_params.custom_params, self._names)
+        except ValueError:  # the tokenizer's process has refused it; whoever passed it by: K = 0
+            return default, 0
+        if options.max_drafts is not None:
+            most = min(most, options.max_drafts)
+        return options.drafter or default, most
 
     def _draft_sampling(self, params: Any) -> SamplingParams:
         """Return the law by which a draft model should guess; nothing is emitted by it.
@@ -438,16 +452,14 @@ class OutriderWorker:
                 req.hidden_states += output.hidden_states[rows].cpu().tolist()
         output.hidden_states = None  # the host would add one row of them again
 
-    def _finish_step(self, outcomes: Sequence[Outcome], proposal: Proposal[Law]) -> None:
+    def _finish_step(
+        self, reqs: Sequence[Any], outcomes: Sequence[Outcome], proposal: Proposal[Law]
+    ) -> None:
         """Tell the drafters and the counters; extend the requests; forget those that ended."""
         self._drafters.router.observe(outcomes)
         for outcome in outcomes:
             outcome.apply()
-        done = [o.request for o in outcomes if o.finish_reason is not None]
-        if done:
-            self._drafters.router.stop(done)
-            for request in done:
-                self._forget(request.req.rid)  # type: ignore[attr-defined]
+        self._dismiss([req.rid for req in reqs if req.finished()])
         if self._metrics is not None:
             names = [o.request.drafter for o in outcomes]  # type: ignore[attr-defined]
             self._metrics.record(outcomes, proposal, names)

@@ -1,0 +1,233 @@
+"""What the host would emit at each row, asked of the host's own parts; each with a twin."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt import server_args
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.plugins import load_plugins
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from outrider.core import Proposal
+from outrider.hosts.sglang import rows
+from outrider.hosts.sglang.rows import Block, Penalties, can_roll_back
+
+V = 64
+
+
+@pytest.fixture(autouse=True)
+def arguments(monkeypatch):
+    load_plugins()
+    args = SimpleNamespace(
+        enable_deterministic_inference=True,
+        enable_custom_logit_processor=True,
+        sampling_backend="pytorch",
+        speculative_algorithm="OUTRIDER",
+        device="cpu",
+    )
+    monkeypatch.setattr(server_args, "_global_server_args", args)
+
+
+class Req:
+    """As much of a request as the host's sampling parts look at."""
+
+    def __init__(self, rid, output, grammar=None, **params):
+        self.rid, self.output_ids, self.grammar = rid, list(output), grammar
+        self.sampling_params = SamplingParams(**{"temperature": 0, **params})
+        self.custom_logit_processor = None
+        self.tokenizer = SimpleNamespace(eos_token_id=2, additional_stop_token_ids=None)
+
+
+class Batch:
+    """A decode batch, its sampling parameters made by the host."""
+
+    def __init__(self, reqs):
+        self.reqs, self.device = reqs, "cpu"
+        self.has_grammar = any(req.grammar for req in reqs)
+        self.sampling_info = SamplingBatchInfo.from_schedule_batch(self, V)
+        self.penalties = Penalties()
+        self.penalties.renew(self)
+
+
+PARAMS = [
+    {"repetition_penalty": 1.5},
+    {"frequency_penalty": 0.6},
+    {"presence_penalty": -0.4},
+    {"min_new_tokens": 5},
+    {},
+]
+OUTPUTS = [[3, 4, 3], [5], [], [7, 8], [9]]
+DRAFTS = [[3, 6], [5, 5, 5], [1], [11, 12, 13], []]
+
+
+def biased(info, logits):
+    """Return the logits after the host's penalties and bias."""
+    logits = logits.clone()
+    info.apply_logits_bias(logits)
+    return logits
+
+
+def alone(r, path, logits):
+    """Return what plain decoding makes of a row: one request, its tokens counted one by one."""
+    batch = Batch([Req("x", [], **PARAMS[r])])
+    batch.reqs[0].output_ids = [*OUTPUTS[r], *path]
+    batch.penalties.catch_up(batch)
+    return biased(batch.sampling_info, logits[None])[0]
+
+
+def row_logits(advance=True, monkeypatch=None):
+    batch = Batch([Req(str(r), OUTPUTS[r], **params) for r, params in enumerate(PARAMS)])
+    drafts = [token for draft in DRAFTS for token in draft]
+    proposal = Proposal.chains(drafts, [len(d) for d in DRAFTS])
+    logits = torch.randn(proposal.num_rows, V, generator=torch.Generator().manual_seed(0))
+    if not advance:
+        monkeypatch.setattr(rows, "advance", lambda *args: None)
+    owner = torch.tensor(proposal.row_owners)
+    info = rows._row_sampling(batch, proposal, owner)
+    expected = [
+        alone(r, path, logits[i])
+        for i, (r, path) in enumerate(zip(proposal.row_owners, proposal.paths(), strict=True))
+    ]
+    return biased(info, logits), torch.stack(expected), batch, logits
+
+
+def test_penalties_count_the_drafts_on_the_path():
+    found, expected, batch, logits = row_logits()
+    assert torch.equal(found, expected)
+    before = biased(batch.sampling_info, logits[: len(PARAMS)])
+    again = biased(Batch(batch.reqs).sampling_info, logits[: len(PARAMS)])
+    assert torch.equal(before, again), "asking about drafts changed the batch itself"
+
+
+def test_twin_penalties_that_stand_still_are_seen(monkeypatch):
+    """SGLang's own speculation keeps them constant across a block."""
+    found, expected, *_ = row_logits(advance=False, monkeypatch=monkeypatch)
+    assert not torch.equal(found, expected)
+
+
+def test_a_retracted_request_keeps_its_penalties():
+    req = Req("x", [3, 4, 5], repetition_penalty=1.5)
+    first = Batch([req])
+    req.output_ids += [6, 7]
+    first.penalties.catch_up(first)
+    again = Batch([req])  # the host makes penalties anew, as for a new request
+    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(biased(first.sampling_info, logits), biased(again.sampling_info, logits))
+    bare = SimpleNamespace(reqs=[req], device="cpu")
+    forgotten = SamplingBatchInfo.from_schedule_batch(bare, V)
+    assert not torch.equal(biased(forgotten, logits), biased(again.sampling_info, logits))
+
+
+class Alone(Sampler):
+    """The host's sampler without the process groups that its constructor asks for."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.use_nan_detection = self.use_log_softmax_logprob = self.use_ascend_backend = False
+        self.rl_on_policy_target, self.enable_deterministic = None, True
+
+
+MIXED = [
+    {"temperature": 0.9, "sampling_seed": 1},
+    {},
+    {"temperature": 1.1, "top_k": 9, "sampling_seed": 2},
+    {"temperature": 1.3, "sampling_seed": 3},
+    {"temperature": 1.0, "top_p": 0.8, "sampling_seed": 4},
+]
+
+
+def sampled(reqs, logits, positions, together=False):
+    batch = Batch(reqs)
+    runner = SimpleNamespace(
+        sampler=Alone(), _preprocess_logits=lambda output, info: info.apply_logits_bias(logits)
+    )
+    forward = SimpleNamespace(
+        sampling_info=batch.sampling_info,
+        reqs=reqs,
+        return_logprob=False,
+        top_logprobs_nums=None,
+        token_ids_logprobs=None,
+    )
+    output = LogitsProcessorOutput(next_token_logits=logits.clone())
+    if together:
+        return runner.sampler(output, batch.sampling_info, False, None, None, positions).tolist()
+    forward = _dataclass(forward)
+    return rows.sample(runner, output, forward, positions).tolist()
+
+
+def _dataclass(namespace):
+    from dataclasses import make_dataclass
+
+    fields = vars(namespace)
+    return make_dataclass("Forward", fields)(**fields)
+
+
+def test_a_request_is_sampled_as_if_alone():
+    generator = torch.Generator().manual_seed(2)
+    differs = 0
+    for _ in range(20):
+        logits = torch.randn(len(MIXED), V, generator=generator) * 2
+        positions = torch.randint(0, 1000, (len(MIXED),), generator=generator)
+        reqs = [Req(str(r), [], **params) for r, params in enumerate(MIXED)]
+        found = sampled(reqs, logits, positions)
+        for r, req in enumerate(reqs):
+            single = slice(r, r + 1)
+            assert sampled([req], logits[single], positions[single], together=True) == found[single]
+        differs += sampled(reqs, logits, positions, together=True) != found
+    assert differs, "the twin: the host's own batch depends on the company"
+
+
+@pytest.fixture(scope="module")
+def grammars(model_dir):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir("stories15m"))
+    backend = XGrammarGrammarBackend(tokenizer, vocab_size=len(tokenizer), model_eos_token_ids=[2])
+    return tokenizer, lambda: backend.dispatch_regex(" ?(cat|dog) (ran|sat)\\.").copy()
+
+
+def mask(grammar):
+    found = grammar.allocate_vocab_mask(32000, 1, "cpu")
+    grammar.fill_vocab_mask(found, 0)
+    return found
+
+
+def test_grammar_along_the_path(grammars):
+    tokenizer, make = grammars
+    path = tokenizer.encode("cat ran", add_special_tokens=False)
+    shared, fresh = make(), make()
+    assert can_roll_back(shared)
+    for depth in range(len(path) + 1):
+        assert torch.equal(mask(rows._RowGrammar(shared, path[:depth])), mask(fresh))
+        if depth < len(path):
+            fresh.accept_token(path[depth])
+    assert torch.equal(mask(shared), mask(make())), "asking about drafts moved the grammar"
+    forbidden = rows._RowGrammar(shared, tokenizer.encode("zebra", add_special_tokens=False))
+    everything = shared.allocate_vocab_mask(32000, 1, "cpu")
+    assert torch.equal(mask(forbidden), everything)
+    assert not torch.equal(mask(shared), everything)
+    assert torch.equal(mask(shared), mask(make()))
+
+
+def test_mask_on_cpu(grammars):
+    tokenizer, make = grammars
+    grammar = make()
+    logits = torch.zeros(1, 32000)
+    grammar.apply_vocab_mask(logits=logits, vocab_mask=mask(grammar))
+    allowed = {tokenizer.decode([i]).strip() for i in logits[0].isfinite().nonzero()[:, 0].tolist()}
+    assert allowed <= {"c", "ca", "cat", "d", "do", "dog", ""}
+    assert {"cat", "dog"} <= allowed
+
+
+def test_block_of_slots():
+    block = Block(torch.arange(10, 19), (0, 3, 4, 9))
+    assert block.rows([2, 0, 1]) == [0, 1, 2, 3, 4, 5]
+    kept, rejected = block.split([1, 1, 3])
+    assert kept.tolist() == [10, 13, 14, 15, 16]
+    assert rejected.tolist() == [11, 12, 17, 18]
