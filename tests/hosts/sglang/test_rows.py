@@ -119,8 +119,7 @@ def test_a_retracted_request_keeps_its_penalties():
     again = Batch([req])  # the host makes penalties anew, as for a new request
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(1))
     assert torch.equal(biased(first.sampling_info, logits), biased(again.sampling_info, logits))
-    bare = SimpleNamespace(reqs=[req], device="cpu")
-    forgotten = SamplingBatchInfo.from_schedule_batch(bare, V)
+    forgotten = SamplingBatchInfo.from_schedule_batch(again, V)
     assert not torch.equal(biased(forgotten, logits), biased(again.sampling_info, logits))
 
 
