@@ -9,11 +9,13 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+PACKAGES = ("outrider", "torch", "transformers", "sglang")
 PROMPTS = {
     "code": [
         "Write a Python class for a binary search tree with insert, find and delete.",
@@ -77,7 +79,7 @@ def provenance() -> dict[str, Any]:
         "commit": git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else ""),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in ("outrider", "torch", "transformers")},
+            **{name: version(name) for name in PACKAGES if find_spec(name) is not None},
         },
         "machine": {
             "cpu": cpu,

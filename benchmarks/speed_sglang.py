@@ -4,7 +4,9 @@
 
 Run it in the environment of scripts/setup-sglang-cpu. Each round asks every method in turn for the
 same texts, while the other server is suspended; what counts is the ratio within a round. Greedy. A
-batch of B is B requests sent at once. Speed is printed only if all answers were the same.
+batch of B is B requests sent at once. `same` counts the answers that are bare SGLang's: bf16 rounds
+differently in batches of other shapes, in bare SGLang too, and a tie may then fall either way
+(parity_sglang.py compares both in SGLang's deterministic mode, where none may).
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ def test_contract_holds_and_all_hooks_are_laid():
         ("HOOKS", "server_args.ServerArgs.no_such_method", "self", "is missing"),
         ("CALLS", "mem_cache.common.alloc_token_slots", "tree_cache", "was (tree_cache)"),
         ("FIELDS", "managers.utils.GenerationBatchResult", "no_such_field", "lacks no_such_field"),
+        ("ATTRIBUTES", "managers.schedule_batch.Req", "rid no_such_thing", "lacks no_such_thing"),
     ],
 )
 def test_twin_a_changed_host_is_seen(table, name, parameters, said, monkeypatch):

@@ -6,6 +6,7 @@ SGLang finds `register` by its entry point, `sglang.srt.plugins`. Read in this o
 * `contract`: every name of SGLang that we rely on, for one version of it
 * `profile`: what a user can set, for the server and for a request
 * `worker`: the loop, in the shape of SGLang's speculative workers
+* `roster`, `drafting`: SGLang's requests as drafters see them, and the server's drafters
 * `rows`: a verify pass as a decode batch with one row for each token; the host's own sampler
 * `draft_model`: the draft in SGLang's own `TpModelWorker`
 * `attention`: the attention backend `outrider`

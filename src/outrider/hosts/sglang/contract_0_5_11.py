@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 from typing import Any
 
 VERSION = "0.5.11"
@@ -89,8 +90,46 @@ FIELDS: dict[str, str] = {
         "grammars vocab_mask penalizer_orchestrator has_custom_logit_processor custom_params "
         "sampling_seed"
     ),
+    "managers.schedule_batch.ScheduleBatch": (
+        "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache forward_mode sampling_info "
+        "req_pool_indices seq_lens seq_lens_cpu seq_lens_sum orig_seq_lens out_cache_loc "
+        "has_grammar device is_prefill_only"
+    ),
+    "layers.logits_processor.LogitsProcessorOutput": (
+        "next_token_logits hidden_states next_token_logprobs next_token_top_logprobs_val "
+        "next_token_top_logprobs_idx next_token_token_ids_logprobs_val "
+        "next_token_token_ids_logprobs_idx"
+    ),
+    "server_args.ServerArgs": (
+        "speculative_algorithm speculative_draft_model_path speculative_num_steps "
+        "speculative_num_draft_tokens speculative_eagle_topk disable_overlap_schedule "
+        "enable_mixed_chunk enable_deterministic_inference attention_backend device "
+        "enable_metrics served_model_name context_length tokenizer_path trust_remote_code "
+        "pp_size page_size disaggregation_mode enable_dp_attention enable_hierarchical_cache "
+        "enable_lora lora_paths enable_two_batch_overlap enable_pdmux enable_hisparse "
+        "dllm_algorithm is_embedding speculative_adaptive speculative_token_map "
+        "enable_multi_layer_eagle"
+    ),
 }
 """What we read or replace in the host's dataclasses."""
+
+ATTRIBUTES: dict[str, str] = {
+    "managers.schedule_batch.Req": (
+        "rid origin_input_ids output_ids sampling_params grammar finished_reason to_finish "
+        "kv_committed_len kv_allocated_len decode_batch_idx spec_verify_ct spec_accepted_drafts "
+        "return_logprob top_logprobs_num token_ids_logprob output_token_logprobs_val "
+        "output_token_logprobs_idx output_top_logprobs_val output_top_logprobs_idx "
+        "output_token_ids_logprobs_val output_token_ids_logprobs_idx return_hidden_states "
+        "hidden_states require_reasoning req_pool_idx"
+    ),
+    "managers.tp_worker.TpModelWorker": "model_config tokenizer world_group _model_runner",
+    "model_executor.model_runner.ModelRunner": (
+        "sampler req_to_token_pool is_hybrid_swa use_ngram_embedding page_size use_mla_backend"
+    ),
+    "sampling.penaltylib.orchestrator._BatchedPenalizer": "_orchestrator_ref _is_prepared",
+    "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator": "penalizers is_required",
+}
+"""What we read or write of the host's other objects: each must be assigned in its class."""
 
 
 def hook_target(name: str) -> str:
@@ -116,6 +155,14 @@ def differences() -> list[str]:
             found.append(f"{name} is missing")
             continue
         if missing := [field for field in wanted.split() if field not in fields]:
+            found.append(f"{name} lacks {', '.join(missing)}")
+    for name, wanted in ATTRIBUTES.items():
+        try:
+            source = inspect.getsource(pkgutil.resolve_name(_SRT + name))
+        except (ImportError, AttributeError, OSError):
+            found.append(f"{name} is missing")
+            continue
+        if missing := [a for a in wanted.split() if not re.search(rf"self\.{a}\b", source)]:
             found.append(f"{name} lacks {', '.join(missing)}")
     return found
 

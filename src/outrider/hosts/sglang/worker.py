@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
@@ -19,48 +17,28 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.common import alloc_token_slots
 from sglang.srt.utils.common import broadcast_pyobj
-from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 from torch import Tensor
 
 from outrider.core import (
     Budget,
-    Drafter,
     FinishReason,
     KeyedCoins,
     Law,
     Outcome,
     Proposal,
-    Request,
-    SamplingParams,
-    Unsupported,
     Verdict,
     match,
 )
-from outrider.drafters import GuardedDrafter, ModelDrafter, RoutedDrafter, make_drafter
-from outrider.hosts.sglang.draft_model import SglangDraftModel
+from outrider.hosts.sglang.drafting import Drafters, make_draft_model
 from outrider.hosts.sglang.metrics import Metrics
-from outrider.hosts.sglang.profile import MODEL, load_profile, request_options
-from outrider.hosts.sglang.rows import Block, Penalties, can_roll_back, sample, verify_batch
-from outrider.hosts.tokenizers import check_same_tokens
+from outrider.hosts.sglang.profile import MODEL, load_profile
+from outrider.hosts.sglang.roster import LiveRequest, Roster
+from outrider.hosts.sglang.rows import Block, Penalties, sample, verify_batch
 
 logger = logging.getLogger(__name__)
 
 _TOP_LOGPROBS = ("top_logprobs_val", "top_logprobs_idx")
 _ID_LOGPROBS = ("token_ids_logprobs_val", "token_ids_logprobs_idx")
-
-
-@dataclass
-class LiveRequest(Request):
-    """A request of SGLang's as drafters see it.
-
-    req: the host's own
-    drafter: who drafts for it
-    max_drafts: the most drafts in a step
-    """
-
-    req: Any = None
-    drafter: str = "none"
-    max_drafts: int = 0
 
 
 class _Accepted(int):
@@ -95,23 +73,6 @@ class _Clock:
         self.last = now
 
 
-@dataclass
-class _Drafters:
-    """The server's drafters, each guarded, and what they share."""
-
-    router: Drafter
-    guards: dict[str, GuardedDrafter]
-    model: SglangDraftModel | None
-    fallbacks: Counter[str] = field(default_factory=Counter)
-
-    def totals(self) -> Counter[str]:
-        """Return how many requests went without drafts, by reason."""
-        total = Counter(self.fallbacks)
-        for guard in self.guards.values():
-            total.update(guard.fallbacks)
-        return total
-
-
 class OutriderWorker:
     """What SGLang's scheduler calls instead of the target's worker."""
 
@@ -135,31 +96,32 @@ class OutriderWorker:
         self._tp_rank = tp_rank
         self._group = target_worker.world_group
         self._max_rows = _max_rows(self.model_runner)
-        self._profile = load_profile()
-        self._has_draft_model = server_args.speculative_draft_model_path is not None
-        self._names = self._profile.names(self._has_draft_model)
-        draft_worker = None
-        if self._has_draft_model:
-            ranks = {"moe_ep_rank": moe_ep_rank, "moe_dp_rank": moe_dp_rank, "dp_rank": dp_rank}
-            draft_worker = self._make_draft_worker(
+        profile = load_profile()
+        model = None
+        if server_args.speculative_draft_model_path is not None:
+            model = make_draft_model(
+                target_worker,
+                server_args,
+                self._max_rows,
                 gpu_id=gpu_id,
                 tp_rank=tp_rank,
-                pp_rank=0,
+                dp_rank=dp_rank,
+                moe_ep_rank=moe_ep_rank,
                 attn_cp_rank=attn_cp_rank,
+                moe_dp_rank=moe_dp_rank,
                 nccl_port=nccl_port,
-                **ranks,
             )
-        self._drafters = self._make_drafters(draft_worker)
-        self._live: dict[str, LiveRequest] = {}
-        self._ids = count()
+        names, default = profile.names(bool(model)), profile.default_drafter(bool(model))
+        vocab_size = self.model_config.vocab_size
+        self._drafters = Drafters.make(profile, names, vocab_size, model)
+        self._roster = Roster(self._drafters, names, default, server_args)
         self._penalties = Penalties()
         self._coins = KeyedCoins()
         self._step_ended: float | None = None
         self._metrics: Metrics | None = None
-        if server_args.enable_metrics:
-            rank = {"dp_rank": str(dp_rank or 0), "tp_rank": str(tp_rank)}
-            name = server_args.served_model_name
-            self._metrics = Metrics({"model_name": name, **rank}) if tp_rank == 0 else None
+        if server_args.enable_metrics and tp_rank == 0:
+            labels = {"model_name": server_args.served_model_name, "dp_rank": str(dp_rank or 0)}
+            self._metrics = Metrics(labels)
 
     # -- what the scheduler calls
 
@@ -182,7 +144,7 @@ class OutriderWorker:
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self._step_ended = None
-        self._dismiss([req.rid for req in batch.reqs])  # who was retracted begins anew
+        self._roster.dismiss([req.rid for req in batch.reqs])  # who was retracted begins anew
         if batch.forward_mode.is_idle() or batch.is_prefill_only:
             plain = batch.get_model_worker_batch()
             result: GenerationBatchResult = self.target_worker.forward_batch_generation(plain)
@@ -198,7 +160,7 @@ class OutriderWorker:
     def _prefill_draft(self, plain: Any) -> None:
         """Let the draft model read the prompts too, if it will draft for one of them."""
         model = self._drafters.model
-        wishes = [self._wishes(req) for req in plain.reqs]
+        wishes = [self._roster.wishes(req) for req in plain.reqs]
         if model is None or not any(name == MODEL and most for name, most in wishes):
             return
         if int(plain.seq_lens_cpu.max()) > model.max_length:
@@ -215,7 +177,7 @@ class OutriderWorker:
     def _decode(self, batch: Any) -> GenerationBatchResult:
         clock = _Clock(self._step_ended)
         clock.lap("scheduler")
-        requests = self._requests(batch)
+        requests = self._roster.call(batch.reqs)
         self._penalties.catch_up(batch)
         budget = self._budget(requests)
         block = self._allocate(batch, budget)
@@ -239,7 +201,7 @@ class OutriderWorker:
         clock.lap("host")
         if self._metrics is not None:
             self._metrics.times(clock.parts)
-        self._step_ended = clock.last if self._live else None
+        self._step_ended = clock.last if self._roster else None
         accepted = [outcome.num_accepted_drafts for outcome in outcomes]
         return GenerationBatchResult(
             logits_output=output,
@@ -257,67 +219,6 @@ class OutriderWorker:
             passes, model.seconds = model.seconds, 0.0
             clock.parts["draft_forward"] += passes
         clock.lap("draft", less=passes)
-
-    def _requests(self, batch: Any) -> list[LiveRequest]:
-        """Return the batch's requests as drafters see them; take leave of those that are gone."""
-        present = {req.rid for req in batch.reqs}
-        self._dismiss([rid for rid in self._live if rid not in present])
-        new = [self._welcome(req) for req in batch.reqs if req.rid not in self._live]
-        if new:
-            self._drafters.router.start(new)
-        return [self._live[req.rid] for req in batch.reqs]
-
-    def _dismiss(self, rids: Sequence[str]) -> None:
-        """Let the drafters forget those of these requests that they know."""
-        gone = [self._live.pop(rid) for rid in rids if rid in self._live]
-        if gone:
-            self._drafters.router.stop(gone)
-
-    def _welcome(self, req: Any) -> LiveRequest:
-        params, seed = req.sampling_params, req.sampling_params.sampling_seed
-        drafter, max_drafts = self._wishes(req)
-        if req.grammar is not None and not can_roll_back(req.grammar):
-            self._drafters.fallbacks["grammar"] += 1
-            max_drafts = 0
-        live = self._live[req.rid] = LiveRequest(
-            id=next(self._ids),
-            prompt=tuple(req.origin_input_ids),
-            sampling=self._draft_sampling(params),
-            seed=42 if seed is None else seed & (2**63 - 1),
-            output=list(req.output_ids),
-            req=req,
-            drafter=drafter,
-            max_drafts=max_drafts,
-        )
-        return live
-
-    def _wishes(self, req: Any) -> tuple[str, int]:
-        """Return who drafts for a request, and how many drafts it may have in a step."""
-        most = self.server_args.speculative_num_steps
-        default = self._profile.default_drafter(self._has_draft_model)
-        try:
-            options = request_options(req.sampling_params.custom_params, self._names)
-        except ValueError:  # the tokenizer's process has refused it; whoever passed it by: K = 0
-            return default, 0
-        if options.max_drafts is not None:
-            most = min(most, options.max_drafts)
-        return options.drafter or default, most
-
-    def _draft_sampling(self, params: Any) -> SamplingParams:
-        """Return the law by which a draft model should guess; nothing is emitted by it.
-
-        Without seeds nobody knows the coin that the host will toss: the most likely token is the
-        best guess then.
-        """
-        most = max(1, params.max_new_tokens or 1)
-        if not self.server_args.enable_deterministic_inference or params.top_k <= 1:
-            return SamplingParams(max_tokens=most)
-        return SamplingParams(
-            temperature=params.temperature,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            max_tokens=most,
-        )
 
     def _budget(self, requests: Sequence[LiveRequest]) -> Budget:
         """Return how many drafts each request may have.
@@ -459,45 +360,11 @@ class OutriderWorker:
         self._drafters.router.observe(outcomes)
         for outcome in outcomes:
             outcome.apply()
-        self._dismiss([req.rid for req in reqs if req.finished()])
+        self._roster.dismiss([req.rid for req in reqs if req.finished()])
         if self._metrics is not None:
             names = [o.request.drafter for o in outcomes]  # type: ignore[attr-defined]
             self._metrics.record(outcomes, proposal, names)
             self._metrics.fallbacks(self._drafters.totals())
-
-    # -- start-up
-
-    def _make_draft_worker(self, **ranks: Any) -> Any:
-        from sglang.srt.managers.tp_worker import TpModelWorker
-
-        self.server_args.context_length = self.model_config.context_len
-        pool, allocator = self.target_worker.get_memory_pool()
-        worker = TpModelWorker(
-            server_args=self.server_args,
-            is_draft_worker=True,
-            req_to_token_pool=pool,
-            token_to_kv_pool_allocator=allocator,
-            memory_pool_config=self.model_runner.memory_pool_config,
-            **ranks,
-        )
-        _check_tokenizers(self.target_worker, self.server_args)
-        return worker
-
-    def _make_drafters(self, draft_worker: Any) -> _Drafters:
-        vocab_size = self.model_config.vocab_size
-        guards: dict[str, GuardedDrafter] = {}
-        model = None
-        for name in self._names:
-            options = self._profile.drafters.get(name, {})
-            if name == MODEL:
-                model = SglangDraftModel(draft_worker, self._max_rows)
-                drafter: Drafter = ModelDrafter(model, vocab_size, **options)
-                # it runs where the target runs, and would only be in its own way in a thread
-                guards[name] = GuardedDrafter(drafter, vocab_size)
-            else:
-                drafter = make_drafter(name, options)
-                guards[name] = GuardedDrafter(drafter, vocab_size, self._profile.draft_timeout)
-        return _Drafters(RoutedDrafter(guards, lambda r: r.drafter), guards, model)  # type: ignore[attr-defined]
 
 
 def _append(req: Any, to: str, output: Any, source: str, rows: Sequence[int]) -> None:
@@ -531,16 +398,3 @@ def _check_model(target_worker: Any) -> None:
     for what, is_so in kinds.items():
         if is_so:
             raise SystemExit(f"outrider: a model with {what} is not supported")
-
-
-def _check_tokenizers(target_worker: Any, server_args: Any) -> None:
-    """Stop the server unless the draft model reads the target's tokens."""
-
-    def load(path: str) -> Any:
-        return get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)
-
-    target = target_worker.tokenizer or load(server_args.tokenizer_path)
-    try:
-        check_same_tokens(target, load(server_args.speculative_draft_model_path))
-    except Unsupported as error:
-        raise SystemExit(f"outrider: {error}") from error
