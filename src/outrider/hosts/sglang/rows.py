@@ -1,8 +1,8 @@
 """A verify pass is a decode batch: one row for each request's last token and each draft.
 
 A row of depth d sees its request's cache up to its own position, as if the drafts before it had
-been emitted. So any attention backend of SGLang can verify, with the kernels and the CUDA graphs of
-plain decoding, and what it computes for a row is what it computes for one token.
+been emitted. So any attention backend of SGLang can verify, with the kernels of plain decoding, and
+what it computes for a row is what it computes for one token.
 
 The host's own sampler then says what it would emit at each row. What depends on the tokens so far
 (penalties, grammars, custom processors) is given the drafts on the row's path.
