@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from datetime import datetime, timezone
@@ -58,6 +59,12 @@ def chat_ids(tokenizer: Any, text: str) -> list[int]:
     messages = [{"role": "user", "content": text}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return list(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return the median and the extremes."""
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def provenance() -> dict[str, Any]:

@@ -12,7 +12,6 @@ differently in batches of other shapes, in bare SGLang too, and a tie may then f
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from common import PROMPTS, chat_ids, model_path, write
+from common import PROMPTS, chat_ids, model_path, spread, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -99,12 +98,6 @@ def measure(
         "parts": {part: round(after[part] - before[part], 3) for part in after},
         "outputs": [answer["output_ids"] for answer in answers],
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Return the median and the extremes."""
-    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return {name: round(value, 3) for name, value in found.items()}
 
 
 def main() -> None:

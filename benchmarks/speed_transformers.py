@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import PROMPTS, chat_ids, load, model_path, write
+from common import PROMPTS, chat_ids, load, model_path, spread, write
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -46,13 +46,6 @@ def methods(target: Any, draft: Any, tokens: int) -> dict[str, Callable[[list[in
         "outrider model": lambda ids: mine(ids, draft),
         "outrider model int8": lambda ids: mine(ids, draft8),
     }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Return the median and the extremes."""
-    ordered = sorted(values)
-    median = statistics.median(ordered)
-    return {"median": round(median, 3), "min": round(ordered[0], 3), "max": round(ordered[-1], 3)}
 
 
 def main() -> None:

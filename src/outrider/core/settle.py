@@ -7,8 +7,9 @@ logprobs, counts, the drafter's feedback) derives from the outcome.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from outrider.core.proposal import Law, Proposal
 from outrider.core.request import FinishReason, Request
@@ -45,13 +46,31 @@ class Outcome:
         self.request.extend(self.tokens, self.finish_reason)
 
 
+Keep = Callable[[Any, Sequence[int]], "tuple[int, FinishReason | None]"]
+"""Says of a request and the tokens it may emit how many it does, and why it ends there, if so."""
+
+
+def kept_tokens(request: Request, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+    """Return how many of the tokens plain decoding would emit, and why it would end there."""
+    for count in range(1, len(tokens) + 1):
+        if reason := request.finish_after(tokens[:count]):
+            return count, reason
+    return len(tokens), None
+
+
 def settle(
-    requests: Sequence[Request], proposal: Proposal[Law], verdict: Verdict
+    requests: Sequence[Request],
+    proposal: Proposal[Law],
+    verdict: Verdict,
+    keep: Keep = kept_tokens,
 ) -> tuple[Outcome, ...]:
-    """Keep of each verdict what plain decoding would have emitted before the request ended."""
+    """Keep of each verdict what plain decoding would have emitted before the request ended.
+
+    keep: a host that ends requests itself brings its own
+    """
     outcomes = []
     for r, (tokens, rows) in enumerate(verdict.emitted(proposal)):
-        kept, reason = _kept(requests[r], tokens)
+        kept, reason = keep(requests[r], tokens)
         outcomes.append(
             Outcome(
                 request=requests[r],
@@ -63,11 +82,3 @@ def settle(
             )
         )
     return tuple(outcomes)
-
-
-def _kept(request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
-    """Return how many of the tokens plain decoding would emit, and why it would end there."""
-    for count in range(1, len(tokens) + 1):
-        if reason := request.finish_after(tokens[:count]):
-            return count, reason
-    return len(tokens), None

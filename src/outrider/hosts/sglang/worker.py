@@ -26,8 +26,8 @@ from outrider.core import (
     Law,
     Outcome,
     Proposal,
-    Verdict,
     match,
+    settle,
 )
 from outrider.hosts.sglang.drafting import Drafters, make_draft_model
 from outrider.hosts.sglang.metrics import Metrics
@@ -192,7 +192,7 @@ class OutriderWorker:
         clock.lap("forward")
         emitted = sample(self.model_runner, output, verify, verify.seq_lens - 1)
         verdict = match(emitted, proposal.to(emitted.device))
-        outcomes = self._settle(requests, proposal, verdict)
+        outcomes = settle(requests, proposal, verdict, self._keep)
         clock.lap("verify")
 
         self._commit(batch, block, outcomes)
@@ -262,32 +262,17 @@ class OutriderWorker:
             proposal = Proposal.chains(tokens, num_drafts)
         return proposal
 
-    def _settle(
-        self, requests: Sequence[LiveRequest], proposal: Proposal[Law], verdict: Verdict
-    ) -> list[Outcome]:
-        """Emit each request's tokens one by one, as plain decoding does, until the host ends it."""
-        outcomes = []
-        for r, (tokens, rows) in enumerate(verdict.emitted(proposal)):
-            req, kept = requests[r].req, 0
-            for token in tokens:
-                kept += 1
-                if not self._emit(req, token):
-                    break
-            reason = None
-            if req.finished():
-                length = isinstance(req.finished_reason, FINISH_LENGTH)
-                reason = FinishReason.LENGTH if length else FinishReason.STOP
-            outcomes.append(
-                Outcome(
-                    request=requests[r],
-                    tokens=tuple(tokens[:kept]),
-                    rows=tuple(rows[:kept]),
-                    num_drafts=proposal.num_drafts[r],
-                    num_accepted_drafts=min(len(tokens) - 1, kept),
-                    finish_reason=reason,
-                )
-            )
-        return outcomes
+    def _keep(self, request: LiveRequest, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Emit tokens one by one, as plain decoding does, until the host ends the request."""
+        req, kept = request.req, 0
+        for token in tokens:
+            kept += 1
+            if not self._emit(req, token):
+                break
+        if not req.finished():
+            return kept, None
+        length = isinstance(req.finished_reason, FINISH_LENGTH)
+        return kept, FinishReason.LENGTH if length else FinishReason.STOP
 
     def _emit(self, req: Any, token: int) -> bool:
         """Append a token, in the order of the host's own decode. Say whether more may follow."""
