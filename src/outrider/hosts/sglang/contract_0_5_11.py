@@ -7,8 +7,8 @@ guest that no longer knows the house stays outside. Another version gets a file 
 from __future__ import annotations
 
 import inspect
-import pkgutil
 import re
+from importlib import import_module
 from typing import Any
 
 VERSION = "0.5.11"
@@ -142,29 +142,43 @@ def differences() -> list[str]:
     found = []
     for name, wanted in {**HOOKS, **CALLS}.items():
         try:
-            actual = _parameters(pkgutil.resolve_name(_SRT + name))
-        except (ImportError, AttributeError):
-            found.append(f"{name} is missing")
+            actual = _parameters(_resolve(name))
+        except (ImportError, AttributeError) as error:
+            found.append(f"{name} is missing: {error}")
             continue
         if wanted != "*" and actual != wanted.split():
             found.append(f"{name}({', '.join(actual)}) was ({', '.join(wanted.split())})")
     for name, wanted in FIELDS.items():
         try:
-            fields = pkgutil.resolve_name(_SRT + name).__dataclass_fields__
-        except (ImportError, AttributeError):
-            found.append(f"{name} is missing")
+            fields = _resolve(name).__dataclass_fields__
+        except (ImportError, AttributeError) as error:
+            found.append(f"{name} is missing: {error}")
             continue
         if missing := [field for field in wanted.split() if field not in fields]:
             found.append(f"{name} lacks {', '.join(missing)}")
     for name, wanted in ATTRIBUTES.items():
         try:
-            source = inspect.getsource(pkgutil.resolve_name(_SRT + name))
-        except (ImportError, AttributeError, OSError):
-            found.append(f"{name} is missing")
+            source = inspect.getsource(_resolve(name))
+        except (ImportError, AttributeError, OSError) as error:
+            found.append(f"{name} is missing: {error}")
             continue
         if missing := [a for a in wanted.split() if not re.search(rf"self\.{a}\b", source)]:
             found.append(f"{name} lacks {', '.join(missing)}")
     return found
+
+
+def _resolve(name: str) -> Any:
+    """Return the object of this name. A module that cannot be imported says why."""
+    parts = (_SRT + name).split(".")
+    for i, part in enumerate(parts):
+        if (
+            part.lstrip("_")[:1].isupper() or i == len(parts) - 1
+        ):  # a class, or a function of the module
+            target = import_module(".".join(parts[:i]))
+            break
+    for part in parts[i:]:
+        target = getattr(target, part)
+    return target
 
 
 def _parameters(target: Any) -> list[str]:
