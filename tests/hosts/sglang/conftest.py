@@ -31,6 +31,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.sglang)
+    # the longest file first: two processes then end at about the same time
+    items.sort(key=lambda item: item.path.name != "test_parity.py")
 
 
 @pytest.fixture(scope="session")
