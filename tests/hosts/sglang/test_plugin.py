@@ -27,6 +27,7 @@ def loaded():
 
 def test_contract_holds_and_all_hooks_are_laid():
     assert contract.differences() == []
+    assert plugin._HOOKS.keys() == contract.HOOKS.keys()
     plugin.check_contract()
     plugin.check_hooks()
 

@@ -202,21 +202,21 @@ def _murmur_hash32(original: Callable[..., Any], seed: Any, positions: Any, colu
     return original(seed, positions, columns)
 
 
-_HOOKS: dict[str, tuple[Callable[..., Any], str]] = dict(
-    zip(
-        contract.HOOKS,
-        [
-            (_from_string, "AROUND"),
-            (_add_cli_args, "AFTER"),
-            (_handle_speculative_decoding, "AFTER"),
-            (_verify_sampling_params, "AFTER"),
-            (_spec_decoding_metrics, "AFTER"),
-            (_init_kv_copy, "AROUND"),
-            (_batch_invariant_mode, "AROUND"),
-            (_apply_vocab_mask, "AROUND"),
-            (_support_triton, "AROUND"),
-            (_murmur_hash32, "AROUND"),
-        ],
-        strict=True,
-    )
-)
+_HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
+    "speculative.spec_info.SpeculativeAlgorithm.from_string": (_from_string, "AROUND"),
+    "server_args.ServerArgs.add_cli_args": (_add_cli_args, "AFTER"),
+    "server_args.ServerArgs._handle_speculative_decoding": (_handle_speculative_decoding, "AFTER"),
+    "sampling.sampling_params.SamplingParams.verify": (_verify_sampling_params, "AFTER"),
+    "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
+        _spec_decoding_metrics,
+        "AFTER",
+    ),
+    "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (_init_kv_copy, "AROUND"),
+    "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": (
+        _batch_invariant_mode,
+        "AROUND",
+    ),
+    "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": (_apply_vocab_mask, "AROUND"),
+    "utils.common.support_triton": (_support_triton, "AROUND"),
+    "layers.utils.hash.murmur_hash32": (_murmur_hash32, "AROUND"),
+}

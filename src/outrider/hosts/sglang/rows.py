@@ -52,8 +52,14 @@ class Block:
         return self.slots[keep], self.slots[~keep]
 
 
-def verify_batch(batch: Any, proposal: Proposal[Law], block: Block) -> Any:
-    """Return the host's decode batch over all rows of the proposal."""
+def verify_batch(
+    batch: Any, plain: Any, last_tokens: Sequence[int], proposal: Proposal[Law], block: Block
+) -> Any:
+    """Return the host's decode batch over all rows of the proposal.
+
+    plain: the host's decode batch as it would be without drafts
+    last_tokens: [B] the token that each request's next one follows
+    """
     device = batch.device
     owners, depths = list(proposal.row_owners), torch.tensor(proposal.row_depths)
     owner = torch.tensor(owners, dtype=torch.int64)
@@ -61,13 +67,12 @@ def verify_batch(batch: Any, proposal: Proposal[Law], block: Block) -> Any:
     seq_lens_cpu = batch.seq_lens_cpu[owner] + depths.to(batch.seq_lens_cpu.dtype) + 1
     ahead = (depths + 1).to(device, non_blocking=True)
 
-    roots = torch.tensor([last_token(req) for req in batch.reqs], dtype=torch.int64)
+    roots = torch.tensor(last_tokens, dtype=torch.int64)
     input_ids = torch.empty(proposal.num_rows, dtype=torch.int64, device=device)
     input_ids[list(proposal.root_rows)] = roots.to(device, non_blocking=True)
     if proposal.parents:
         input_ids[list(proposal.draft_rows)] = proposal.tokens.to(device, non_blocking=True)
 
-    plain = batch.get_model_worker_batch()
     return dataclasses.replace(
         plain,
         input_ids=input_ids,
@@ -84,11 +89,6 @@ def verify_batch(batch: Any, proposal: Proposal[Law], block: Block) -> Any:
         reqs=_take(plain.reqs, owners),
         spec_info=None,
     )
-
-
-def last_token(req: Any) -> int:
-    """Return the token that the request's next one follows."""
-    return int(req.output_ids[-1] if req.output_ids else req.origin_input_ids[-1])
 
 
 def _take(values: list[Any] | None, indices: Sequence[int]) -> list[Any] | None:
@@ -133,7 +133,7 @@ def sample(runner: Any, logits_output: LogitsProcessorOutput, forward: Any, at: 
             token_ids_logprobs=_take(forward.token_ids_logprobs, rows),
         )
         chosen = _flagged(_expand(info, rows, index), kind)
-        tokens[index] = _sample_kind(runner, part, few, chosen, at[index]).to(torch.int64)
+        tokens[index] = _sample_kind(runner, part, few, chosen, at[index])
         parts.append((rows, part))
     _merge_logprobs(logits_output, parts, len(forward.reqs))
     _mend_logprobs(logits_output)
@@ -229,9 +229,9 @@ def _row_sampling(batch: Any, proposal: Proposal[Law], owner: Tensor) -> Any:
     """Return the host's sampling parameters with an entry for each row of the proposal."""
     info = batch.sampling_info
     rows = _expand(info, proposal.row_owners, owner)
+    rows.grammars = None
     needs_paths = info.penalizer_orchestrator.is_required or batch.has_grammar or rows.custom_params
     if not needs_paths:
-        rows.grammars = None
         return rows
     paths = proposal.paths()
     if info.penalizer_orchestrator.is_required:
@@ -240,7 +240,6 @@ def _row_sampling(batch: Any, proposal: Proposal[Law], owner: Tensor) -> Any:
             tokens = [path[depth] if depth < len(path) else -1 for path in paths]
             advance(penalties, tokens, owner.device)
         rows.penalizer_orchestrator = penalties
-    rows.grammars = None
     if batch.has_grammar:
         rows.grammars = [
             batch.reqs[r].grammar and _RowGrammar(batch.reqs[r].grammar, path)

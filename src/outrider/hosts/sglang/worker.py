@@ -160,10 +160,10 @@ class OutriderWorker:
     def _prefill_draft(self, plain: Any) -> None:
         """Let the draft model read the prompts too, if it will draft for one of them."""
         model = self._drafters.model
-        wishes = [self._roster.wishes(req) for req in plain.reqs]
-        if model is None or not any(name == MODEL and most for name, most in wishes):
+        if model is None or int(plain.seq_lens_cpu.max()) > model.max_length:
             return
-        if int(plain.seq_lens_cpu.max()) > model.max_length:
+        wishes = [self._roster.wishes(req) for req in plain.reqs]
+        if not any(name == MODEL and most for name, most in wishes):
             return
         try:
             model.prefill(plain)
@@ -183,9 +183,11 @@ class OutriderWorker:
         block = self._allocate(batch, budget)
         clock.lap("host")
 
-        proposal = self._propose(batch, requests, budget)
+        plain = batch.get_model_worker_batch()
+        proposal = self._propose(plain, requests, budget)
         self._charge_draft(clock)
-        verify = verify_batch(batch, proposal, block)
+        last_tokens = [request.last_token for request in requests]
+        verify = verify_batch(batch, plain, last_tokens, proposal, block)
         clock.lap("host")
         result = self.target_worker.forward_batch_generation(verify, is_verify=True)
         output = result.logits_output
@@ -249,11 +251,11 @@ class OutriderWorker:
         return Block(slots, tuple(starts))
 
     def _propose(
-        self, batch: Any, requests: Sequence[LiveRequest], budget: Budget
+        self, plain: Any, requests: Sequence[LiveRequest], budget: Budget
     ) -> Proposal[Law]:
         """Ask the drafters. With tensor parallelism, what rank 0 was told holds for all."""
         if self._drafters.model is not None and any(budget.max_drafts):
-            self._drafters.model.bind(batch.get_model_worker_batch())
+            self._drafters.model.bind(plain)
         proposal = self._drafters.router.propose(requests, budget)
         if self._group.world_size > 1:
             mine = [proposal.num_drafts, proposal.tokens.tolist()] if self._tp_rank == 0 else []
