@@ -1,35 +1,49 @@
 """Attention of a few query rows per request over a paged cache: decode and verify in one.
 
-Rows of a chain share their request's keys and form tiles. A row of a tree has a past of its own
-(the cached prefix, then the drafts on its path) and forms a tile alone, its keys gathered in path
-order: that makes it the row that plain decoding would compute.
+Rows of a chain share their request's keys and form tiles. Rows of a tree form tiles along its
+branches, their keys in the order of the path: that makes each the row that plain decoding would
+compute. Plain torch reads `Tiles`; the Triton kernels read a `Layout`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.paged_attention.reference import SPLIT, Tiles, paged_attention
+from outrider.kernels.paged_attention import reference
+from outrider.kernels.paged_attention.layout import Layout, Past, Tile, branches
+from outrider.kernels.paged_attention.reference import SPLIT, Tiles
 
-__all__ = ["SPLIT", "Past", "Tiles", "paged_attention", "tile_rows"]
+__all__ = ["SPLIT", "Layout", "Past", "Tile", "Tiles", "branches", "paged_attention", "tile_rows"]
 
 
-@dataclass(frozen=True)
-class Past:
-    """Rows that share one sequence of keys, each attending to a prefix of it.
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tiles | Layout,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend from each row to its own past; a row's result depends on nothing else.
 
-    rows:  the query rows, in the packed order of the pass
-    lens:  how many positions each of them attends to
-    slots: [max(lens)] the cache slot of each position
+    q: [N, Hq, D]; k_cache, v_cache: [S, Hkv, D]
+    rows: which rows share which keys: `Tiles` for plain torch, a `Layout` for Triton
+    window: attend to the last so many positions only; softcap: c tanh(score / c)
+    -> [N, Hq, D]
     """
+    if isinstance(rows, Tiles):
+        return reference.paged_attention(q, k_cache, v_cache, rows, scale, window, softcap)
+    from outrider.kernels.paged_attention import triton
 
-    rows: Sequence[int]
-    lens: Sequence[int]
-    slots: Tensor
+    if q.stride(-1) != 1 or k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
+        raise ValueError("the last dimension of q, k_cache and v_cache must be contiguous")
+    if q.shape[1] % k_cache.shape[1] or not q.shape[-1] == k_cache.shape[-1] == v_cache.shape[-1]:
+        raise ValueError(f"heads do not fit: q {q.shape}, keys {k_cache.shape}, {v_cache.shape}")
+    return triton.paged_attention(q, k_cache, v_cache, rows, scale, window, softcap)
 
 
 def tile_rows(

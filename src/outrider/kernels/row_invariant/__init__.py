@@ -3,6 +3,8 @@
 *Linear layers.* A matrix product picks its algorithm, and with it the order of its sums, by its
 shape. In tiles of a fixed number of rows the shape never changes.
 
+On a GPU the products are Triton's (`row_invariant.triton`), and so are the means inside norms.
+
 *Functions of single elements.* On CPU these run in vectors, with a scalar version for what is left
 at the end of a thread's share; the two differ in the last bit (`silu`, `exp`, `cos`). Rows padded
 to whole vectors, in calls too small to be shared among threads, never meet the scalar version.
@@ -63,6 +65,7 @@ _ELEMENTWISE = {
 }
 
 
+_MEANS = {torch.mean, torch.Tensor.mean}
 _MATMULS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
 
 
@@ -77,8 +80,10 @@ class RowInvariant(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Reroute linear layers, products with a matrix (SGLang's head), `addmm` with a bias
-        vector (GPT-2's), and functions of single elements."""
+        vector (GPT-2's), and functions of single elements; on a GPU also means of rows."""
         kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].is_cuda:
+            return _on_gpu(func, args, kwargs)
         if func is F.linear:
             x, *rest = args
             return in_tiles(lambda tile: func(tile, *rest, **kwargs), x)
@@ -92,3 +97,31 @@ class RowInvariant(TorchFunctionMode):
             x, *rest = args
             return elementwise(lambda part: func(part, *rest, **kwargs), x)
         return func(*args, **kwargs)
+
+
+def _on_gpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reroute a call on GPU tensors to a kernel with one tile for every number of rows."""
+    from outrider.kernels.row_invariant import triton
+
+    if func is F.linear:
+        return triton.linear(*args, **kwargs)
+    if func in _MATMULS and args[1].dim() == 2:
+        return triton.linear(args[0], args[1].t())
+    if func is torch.addmm and args[0].dim() == 1:
+        return triton.linear(args[1], args[2].t(), args[0])
+    if func in _MEANS and args[1:] == (-1,) and kwargs == {"keepdim": True}:
+        return triton.row_mean(args[0])
+    if func is getattr(F, "rms_norm", None):
+        return _rms_norm(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    from outrider.kernels.row_invariant import triton
+
+    flat = x.flatten(-len(shape))
+    flat_weight = None if weight is None else weight.flatten()
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    return triton.rms_norm(flat, flat_weight, eps).view(x.shape)

@@ -1,0 +1,220 @@
+"""Which query rows share which keys, as the Triton kernels read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIELDS = ("place", "count", "index", "first", "last")
+"""What a tile is made of: its rows are `rows[place : place + count]`, the slot of its position p
+is `slots[index + p]`, and it sees the splits [first, last)."""
+
+ALL = 1 << 30
+
+
+@dataclass(frozen=True)
+class Past:
+    """Rows that share one sequence of keys, each attending to a prefix of it.
+
+    rows:   the query rows, in the packed order of the pass
+    lens:   how many positions each of them attends to
+    slots:  [max(lens)] the cache slot of each position
+    prefix: how many of them the other branches of the same request have too
+    """
+
+    rows: Sequence[int]
+    lens: Sequence[int]
+    slots: Tensor
+    prefix: int = 0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The shape of a tile's products, and how it is launched.
+
+    One server has one tile: rows compare bit for bit only if they were computed by one shape.
+
+    rows:   query rows times heads of a group, at least 16: a matrix instruction's
+    keys:   keys of one product
+    split:  keys of one split
+    """
+
+    rows: int = 16
+    keys: int = 32
+    split: int = 256
+
+    @staticmethod
+    def fit(max_rows: int, group: int) -> Tile:
+        """Return the tile that holds `max_rows` rows of `group` heads each, up to 64."""
+        wanted = max_rows * group
+        return Tile(rows=16 if wanted <= 16 else 32 if wanted <= 32 else 64)
+
+    def options(self, backend: str, dim: int, folds: bool = False) -> dict[str, Any]:
+        """Return the launch options for "hip" or "cuda".
+
+        folds: whether the kernel also keeps the sum of the splits so far, as prefill does
+        """
+        width = max(64, 1 << (dim - 1).bit_length())
+        # no fused multiply-add: a sum must not depend on what the compiler found to fuse
+        options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+        if backend == "cuda":
+            return {**options, "num_warps": 8 if width > 128 else 4, "num_stages": 2}
+        kind = "prefill" if folds else "small" if self.rows == 16 else "large"
+        # one shape of matrix instruction for all tiles, or rows of two tiles could differ
+        options |= {"num_stages": 1, "matrix_instr_nonkdim": 16, "kpack": 2}
+        return {**options, "waves_per_eu": _WAVES[kind][min(width, 256)]}
+
+
+_WAVES = {
+    "small": {64: 7, 128: 4, 256: 3},
+    "large": {64: 4, 128: 3, 256: 2},
+    "prefill": {64: 4, 128: 2, 256: 1},
+}
+"""Waves of a SIMD for which gfx942's registers suffice, by the width of a row: found by compiling,
+held by the static gates."""
+
+
+def backend() -> str:
+    """Return "hip" or "cuda": who compiles kernels in this process."""
+    return "hip" if torch.version.hip else "cuda"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tiles of query rows over a paged cache, on the device.
+
+    tiles:     [T, 5] int64, see FIELDS; a tile of no rows is skipped
+    rows:      [P] int32 the query row at each place
+    lens:      [N] int32 how many positions each row attends to; 0 for padding
+    slots:     flat int32 table; with page > 1 its entries are pages
+    parts:     [N] int32 where each row's partial results start
+    num_parts: partial results of all rows, or more
+    max_splits: splits of the longest row, or more
+    """
+
+    tile: Tile
+    tiles: Tensor
+    rows: Tensor
+    lens: Tensor
+    slots: Tensor
+    parts: Tensor
+    num_parts: int
+    max_splits: int
+    page: int = 1
+
+    @staticmethod
+    def of(
+        requests: Sequence[Sequence[Past]],
+        tile: Tile,
+        group: int,
+        device: torch.device | str = "cpu",
+    ) -> Layout:
+        """Lay out the rows of each request: one past for a chain, one for each branch of a tree.
+
+        Branches share the tiles of the full splits below their prefix. From there on each branch
+        has tiles of its own, its keys in the order of its path: the order of plain decoding.
+        """
+        per_tile = tile.rows // group
+        tiles: list[tuple[int, ...]] = []
+        places: list[int] = []
+        tables: list[Tensor] = []
+        lens: dict[int, int] = {}
+        index = 0
+
+        def add(rows: Sequence[int], first: int, last: int) -> None:
+            for i in range(0, len(rows), per_tile):
+                some = rows[i : i + per_tile]
+                tiles.append((len(places), len(some), index, first, last))
+                places.extend(some)
+
+        for pasts in requests:
+            trunk = min(past.prefix for past in pasts) // tile.split if len(pasts) > 1 else 0
+            if trunk:
+                add([row for past in pasts for row in past.rows], 0, trunk)
+            for past in pasts:
+                add(past.rows, trunk, ALL)
+                tables.append(past.slots)
+                index += len(past.slots)
+                lens.update(zip(past.rows, past.lens, strict=True))
+        in_order = torch.tensor([lens[row] for row in sorted(lens)], dtype=torch.int32)
+        splits = -(-in_order // tile.split)
+        return Layout(
+            tile=tile,
+            tiles=torch.tensor(tiles, device=device),
+            rows=torch.tensor(places, dtype=torch.int32, device=device),
+            lens=in_order.to(device),
+            slots=torch.cat(tables).to(torch.int32).to(device),
+            parts=(splits.cumsum(0) - splits).to(torch.int32).to(device),
+            num_parts=int(splits.sum()),
+            max_splits=int(splits.max()),
+        )
+
+    @staticmethod
+    def of_lines(
+        lines: Tensor, lens: Tensor, table: Tensor, tile: Tile, group: int, max_len: int
+    ) -> Layout:
+        """Lay out rows that stand beside the other rows of their line, without asking the device.
+
+        Shapes depend on the number of rows alone, so a graph can be captured for each number: a
+        step with fewer rows is padded with rows of length 0.
+
+        lines: [N] the line of `table` that holds each row's slots; lens: [N]
+        table: [R, L] int32 the slot of each position of each line
+        max_len: no row is longer
+        """
+        n, per_tile = len(lines), tile.rows // group
+        i = torch.arange(n, device=lines.device)
+        changes = lines.diff(prepend=lines[:1] - 1) != 0
+        place = i - torch.where(changes, i, 0).cummax(0).values
+        tile_of = (place % per_tile == 0).cumsum(0) - 1
+        tiles = torch.zeros(n, len(FIELDS), dtype=torch.int64, device=lines.device)
+        tiles[:, 0].scatter_reduce_(0, tile_of, i, "amin", include_self=False)
+        tiles[:, 1].scatter_add_(0, tile_of, (lens > 0).long())
+        tiles[:, 2].scatter_(0, tile_of, lines.long() * table.stride(0))
+        tiles[:, 4] = ALL
+        splits = -(-lens // tile.split)
+        max_splits = -(-max_len // tile.split)
+        return Layout(
+            tile=tile,
+            tiles=tiles,
+            rows=i.to(torch.int32),
+            lens=lens.to(torch.int32),
+            slots=table,
+            parts=(splits.cumsum(0) - splits).to(torch.int32),
+            num_parts=n * max_splits,
+            max_splits=max_splits,
+        )
+
+    def tokens_read(self) -> int:
+        """Return how many keys are read for each kv head; as many values are.
+
+        A tile reads its splits once, up to its longest row, whatever the number of its rows.
+        """
+        total = 0
+        for place, count, _, first, last in self.tiles.tolist():
+            if count:
+                reach = int(self.lens[self.rows[place : place + count].long()].max())
+                total += max(0, min(reach, last * self.tile.split) - first * self.tile.split)
+        return total
+
+
+def branches(parents: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Cut a tree into branches: for each, the nodes it computes, and the path to its last node.
+
+    Every node belongs to one branch: the first that passes through it. So a tree costs as many
+    branches as it has leaves. parents: the parent of each node, before it; -1 for a root
+    """
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([node] if parent < 0 else [*paths[parent], node])
+    leaves = sorted(set(range(len(parents))) - set(parents))
+    found, done = [], set[int]()
+    for leaf in leaves:
+        own = [node for node in paths[leaf] if node not in done]
+        done.update(own)
+        found.append((own, paths[leaf]))
+    return found
