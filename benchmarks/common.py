@@ -16,7 +16,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-PACKAGES = ("outrider", "torch", "transformers", "sglang")
+PACKAGES = ("outrider", "torch", "triton", "transformers", "sglang")
 PROMPTS = {
     "code": [
         "Write a Python class for a binary search tree with insert, find and delete.",

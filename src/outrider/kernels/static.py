@@ -26,6 +26,9 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),  # H100
 }
 
+FP8 = {"gfx942": "fp8e4b8", "gfx950": "fp8e4nv", "sm_80": "fp8e5", "sm_90": "fp8e4nv"}
+"""What "fp8" means: the 8-bit type that each processor converts."""
+
 LOCAL_BYTES = {"gfx942": 65_536, "gfx950": 163_840, "sm_80": 166_912, "sm_90": 232_448}
 """Shared memory (LDS) that the programs of one processor have together."""
 
@@ -37,7 +40,7 @@ class Variant:
     types:     argument -> "*bf16", "i32", "fp32", ...
     constants: its constexpr arguments
     keys:      keys that one turn of its loop takes; 0 if it has no such loop
-    options:   by backend, "hip" and "cuda"
+    options:   of the launch, by target
     unaligned: arguments not known to be divisible by 16
     """
 
@@ -52,7 +55,8 @@ class Variant:
     def compile(self, target: str) -> Any:
         """Return Triton's compiled kernel for a name in TARGETS."""
         names = self.kernel.arg_names
-        signature = {n: "constexpr" if n in self.constants else self.types[n] for n in names}
+        types = {n: t.replace("fp8", FP8[target]) for n, t in self.types.items()}
+        signature = {n: "constexpr" if n in self.constants else types[n] for n in names}
         attrs = {
             (i,): [["tt.divisibility", 16]]
             for i, n in enumerate(names)
@@ -62,7 +66,7 @@ class Variant:
         }
         source = ASTSource(self.kernel, signature, constexprs=self.constants, attrs=attrs)
         gpu = TARGETS[target]
-        return triton.compile(source, target=gpu, options=self.options.get(gpu.backend, {}))
+        return triton.compile(source, target=gpu, options=self.options.get(target, {}))
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Figures:
     local:     shared memory (LDS) of one program, in bytes
     waves:     (warps) that fit on one SIMD (on NVIDIA: on one SM) by registers and local memory
     matrix:    matrix instructions in the loop that has most of them
-    layouts:   of matrix instructions, in Triton's GPU dialect
+    scores:    layout of the first product, whose rows are then reduced, in Triton's GPU dialect
     widest_loads: global loads in that loop, by bits of a lane
     instructions, bytes_loaded: of that loop, for each key; bytes from global memory by one program
     """
@@ -85,7 +89,7 @@ class Figures:
     local: int
     waves: int
     matrix: int
-    layouts: tuple[str, ...]
+    scores: str
     loads: dict[str, int]
     instructions: float
     bytes_loaded: float
@@ -127,7 +131,7 @@ def figures(variant: Variant, target: str, llvm_mca: str | None = None) -> Figur
         local=compiled.metadata.shared,
         waves=waves,
         matrix=sum(mma in line for line in loop),
-        layouts=tuple(sorted(set(re.findall(r"#mma\d* = (.*)", compiled.asm["ttgir"])))),
+        scores=_first_product(compiled.asm["ttgir"]),
         loads=loads,
         instructions=round(len(loop) * warps / keys, 2),
         bytes_loaded=round(sum(int(b) // 8 * n for b, n in loads.items()) * lanes / keys, 1),
@@ -140,6 +144,15 @@ def _number(pattern: str, text: str) -> int:
     if not found:
         raise ValueError(f"no {pattern!r} in the compiler's output")
     return int(found.group(1))
+
+
+def _first_product(ttgir: str) -> str:
+    """Return the layout of the first product's result, without its share of rows among warps."""
+    product = re.search(r"(?:tt\.dot|warp_group_dot)\b.*-> tensor<\w+, (#\w+)>", ttgir)
+    if not product:
+        return ""
+    layout = re.search(rf"^{product.group(1)} = (.*)$", ttgir, re.M)
+    return re.sub(r"warpsPerCTA = \[\d+, ", "warpsPerCTA = [*, ", layout.group(1)) if layout else ""
 
 
 def _loops(code: str, backend: str) -> list[list[str]]:

@@ -53,34 +53,49 @@ class Tile:
         wanted = max_rows * group
         return Tile(rows=16 if wanted <= 16 else 32 if wanted <= 32 else 64)
 
-    def options(self, backend: str, dim: int, folds: bool = False) -> dict[str, Any]:
-        """Return the launch options for "hip" or "cuda".
+    @staticmethod
+    def for_prefill(dim: int) -> Tile:
+        """Return the tile of prefill: as many rows as registers hold beside two sums."""
+        return Tile(rows=64 if dim <= 128 else 32)
+
+    def options(
+        self, arch: str, dim: int, folds: bool = False, softcap: bool = False
+    ) -> dict[str, Any]:
+        """Return the launch options for a processor: "gfx942", "sm_90", ...
 
         folds: whether the kernel also keeps the sum of the splits so far, as prefill does
         """
         width = max(64, 1 << (dim - 1).bit_length())
         # no fused multiply-add: a sum must not depend on what the compiler found to fuse
         options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-        if backend == "cuda":
-            return {**options, "num_warps": 8 if width > 128 else 4, "num_stages": 2}
-        kind = "prefill" if folds else "small" if self.rows == 16 else "large"
+        if not arch.startswith("gfx"):
+            many = width > 128 or (folds and self.rows > 16)
+            return {**options, "num_warps": 8 if many else 4, "num_stages": 2}
         # one shape of matrix instruction for all tiles, or rows of two tiles could differ
-        options |= {"num_stages": 1, "matrix_instr_nonkdim": 16, "kpack": 2}
-        return {**options, "waves_per_eu": _WAVES[kind][min(width, 256)]}
+        options |= {"num_stages": 1, "matrix_instr_nonkdim": 16}
+        if arch == "gfx942":
+            options["kpack"] = 2  # 128-bit reads of local memory; later processors need no telling
+        kind = "prefill" if folds else "small" if self.rows == 16 else "large"
+        return {**options, "waves_per_eu": max(1, _WAVES[kind][min(width, 256)] - softcap)}
 
 
 _WAVES = {
-    "small": {64: 7, 128: 4, 256: 3},
+    "small": {64: 7, 128: 2, 256: 3},
     "large": {64: 4, 128: 3, 256: 2},
     "prefill": {64: 4, 128: 2, 256: 1},
 }
-"""Waves of a SIMD for which gfx942's registers suffice, by the width of a row: found by compiling,
-held by the static gates."""
+"""Waves of a SIMD that the compiler should make room for, by the width of a row: the most that need
+no scratch on gfx942. Found by compiling, held by the static gates."""
 
 
-def backend() -> str:
-    """Return "hip" or "cuda": who compiles kernels in this process."""
-    return "hip" if torch.version.hip else "cuda"
+def arch(device: torch.device) -> str:
+    """Return the processor that kernels for this device are compiled for; CPU: the interpreter."""
+    if device.type != "cuda":
+        return "gfx942"
+    if torch.version.hip:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.paged_attention.layout import Layout, backend
+from outrider.kernels.paged_attention.layout import Layout, arch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -214,7 +214,7 @@ def paged_attention(
         "SPLIT": tile.split,
         "WINDOW": window is not None,
     }
-    options = tile.options(backend(), dim)
+    options = tile.options(arch(q.device), dim, softcap=softcap is not None)
     _partial[(len(layout.tiles), kv_heads, programs or max(1, layout.max_splits))](
         q, k_cache, v_cache, layout.slots, layout.tiles, layout.rows, layout.lens,
         layout.parts, part_acc, part_stats, scale, softcap or 0.0, window or 0,

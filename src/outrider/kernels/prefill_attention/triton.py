@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.paged_attention.layout import Layout, backend
+from outrider.kernels.paged_attention.layout import Layout, arch
 from outrider.kernels.paged_attention.triton import (
     attend_split,
     load_rows,
@@ -79,6 +79,6 @@ def prefill_attention(
         G=heads // kv_heads, D=dim, BLOCK_D=triton.next_power_of_2(dim), BLOCK_M=tile.rows,
         BLOCK_N=tile.keys, SPLIT=tile.split, PAGE=layout.page, SOFTCAP=softcap is not None,
         WINDOW=window is not None, FIELDS=layout.tiles.shape[1],
-        **tile.options(backend(), dim, folds=True),
+        **tile.options(arch(q.device), dim, True, softcap is not None),
     )  # fmt: skip
     return out

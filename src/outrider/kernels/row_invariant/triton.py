@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.kernels.paged_attention.layout import arch
+
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
 
 
@@ -62,11 +64,11 @@ def _row_mean(x, out, stride_x, D: tl.constexpr, BLOCK_D: tl.constexpr):
     tl.store(out + i_row, (tl.sum(b_x, 0) / D).to(out.dtype.element_ty))
 
 
-def options(backend: str) -> dict[str, Any]:
-    """Return the launch options of the linear layer for "hip" or "cuda"."""
+def options(arch: str) -> dict[str, Any]:
+    """Return the launch options of the linear layer for a processor: "gfx942", "sm_90", ..."""
     options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-    if backend == "hip":
-        return {**options, "num_stages": 2, "matrix_instr_nonkdim": 16, "kpack": 2}
+    if arch.startswith("gfx"):
+        return {**options, "num_stages": 2, "matrix_instr_nonkdim": 16}
     return {**options, "num_stages": 3}
 
 
@@ -81,7 +83,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             flat, weight, weight if bias is None else bias, out, m, n, k,
             flat.stride(0), *weight.stride(), out.stride(0), HAS_BIAS=bias is not None,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-            **options("hip" if torch.version.hip else "cuda"),
+            **options(arch(x.device)),
         )  # fmt: skip
     return out.view(*x.shape[:-1], n)
 
