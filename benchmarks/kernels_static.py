@@ -29,6 +29,15 @@ from rich.table import Table
 from outrider.kernels.shipped import DIMS, variants
 from outrider.kernels.static import TARGETS, Variant, figures
 
+COLUMNS = {
+    "registers": "registers",
+    "scratch": "scratch",
+    "LDS": "local",
+    "waves": "waves",
+    "instr/key": "instructions",
+    "bytes/key": "bytes_loaded",
+    "cycles/key": "cycles",
+}
 RESULT = Path(__file__).parent / "results" / "kernels_static.json"
 
 
@@ -132,30 +141,34 @@ def main() -> None:
     result = {"command": "python benchmarks/kernels_static.py", "host": host, "figures": rows}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps({**provenance(), **result}, indent=1) + "\n")
-    columns = {
-        "kernel": "variant",
-        "GPU": "target",
-        "registers": "registers",
-        "scratch": "scratch",
-        "LDS": "local",
-        "waves": "waves",
-        "instr/key": "instructions",
-        "bytes/key": "bytes_loaded",
-        "cycles/key": "cycles",
-    }
     if args.markdown:
-        print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-        for row in rows:
-            print("| " + " | ".join(_cell(row[key]) for key in columns.values()) + " |")
+        _print_pairs({(row["target"], row["variant"]): row for row in rows})
         return
-    table = Table(*columns)
+    table = Table("GPU", "kernel", *COLUMNS)
     for row in rows:
-        table.add_row(*(_cell(row[key]) for key in columns.values()))
+        table.add_row(row["target"], row["variant"], *(_cell(row[key]) for key in COLUMNS.values()))
     Console().print(table)
 
 
+def _print_pairs(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Print ours beside SGLang's, as the table of docs/kernels.md."""
+    print("| GPU | D | work | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 3))
+    for target in TARGETS:
+        for dim in DIMS:
+            prompt = 64 if dim <= 128 else 32
+            pairs = {
+                "decode": (f"paged D{dim} rows16", f"SGLang decode D{dim}"),
+                "verify": (f"paged D{dim} rows64", f"SGLang verify D{dim}"),
+                "prefill": (f"prefill D{dim} rows{prompt}", f"SGLang extend D{dim}"),
+            }
+            for work, names in pairs.items():
+                ours, theirs = (rows[target, name] for name in names)
+                cells = (f"{_cell(ours[k])} / {_cell(theirs[k])}" for k in COLUMNS.values())
+                print(f"| {target} | {dim} | {work} | " + " | ".join(cells) + " |")
+
+
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ SRC = Path(__file__).parents[1] / "src"
 LAYERS = ["core", "kernels", "drafters", "control", "hosts", "cli"]
 MAY_IMPORT = {
     "core": {"core"},
-    "kernels": {"kernels"},
+    "kernels": {"core", "kernels"},
     "drafters": {"core", "kernels", "drafters"},
     "control": {"core", "drafters", "control"},
     "hosts": {"core", "kernels", "drafters", "control", "hosts"},

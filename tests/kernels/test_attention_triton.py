@@ -233,12 +233,26 @@ def test_layout_made_on_the_device(interpreted):
     assert found[7].abs().max() == 0
 
 
+def test_layout_of_a_prefill_made_on_the_device(interpreted):
+    case = Case(rows=20)
+    table = torch.stack([case.slots[i : i + 60] for i in (0, 50, 120)]).to(torch.int32)
+    layout = Layout.of_runs(torch.tensor([2, 0]), [37, 0], [13, 7], table, TILE, case.group)
+    found = prefill_attention(case.q, case.k, case.v, layout, case.scale)
+    for row, (line, length) in {0: (2, 38), 12: (2, 50), 13: (0, 1), 19: (0, 7)}.items():
+        assert torch.equal(found[row], case.alone(row, table[line, :length].long()))
+
+
+def test_long_sequences_have_longer_splits():
+    assert [Tile.fit(8, n).split for n in (0, 16_384, 16_385, 131_072)] == [256, 256, 512, 2048]
+    assert all(n / Tile.fit(8, n).split <= 64 for n in (1_000, 40_000, 131_072, 1_000_000))
+
+
 @pytest.mark.parametrize(("rows", "group"), [(1, 8), (8, 8), (8, 1), (5, 7), (4, 4), (2, 6)])
 def test_keys_are_read_once_for_each_kv_head(rows, group):
     """KV bytes of a step = 2 Hkv D size * sum of lengths, up to 8 rows of 8 heads."""
     case = Case(group=group, rows=rows + 1)
     pasts = [chain(case, 0, 70, rows), chain(case, rows, 33, 1, 120)]
-    layout = case.layout(*([p] for p in pasts), tile=replace(Tile.fit(8, group), keys=16, split=32))
+    layout = case.layout(*([p] for p in pasts), tile=replace(Tile.fit(group), keys=16, split=32))
     least = 70 + rows + 34
     assert layout.tokens_read() == least
     with interpreter.checked() as traffic:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.kernels.paged_attention import SPLIT, Past, paged_attention, tile_rows
-from outrider.kernels.prefill_attention import prefill_attention
+from outrider.kernels.prefill_attention import causal_attention
 
 SLOTS = 400
 SHAPES = [(4, 4, 8), (8, 2, 16), (6, 1, 64), (12, 2, 128)]
@@ -110,7 +110,7 @@ def test_prefill(options):
     k, v, slots, g = cache(hkv, d)
     q = torch.randn(length, hq, d, generator=g)
     own = slots[:length]
-    found = prefill_attention(q, k[own], v[own], d**-0.5, **options)
+    found = causal_attention(q, k[own], v[own], d**-0.5, **options)
     for i in range(length):
         expected = naive(q[i], k[own[: i + 1]], v[own[: i + 1]], d**-0.5, **options)
         torch.testing.assert_close(found[i], expected.float())

@@ -72,6 +72,21 @@ def test_one_layout_of_scores_in_one_tile_on_nvidia(figures, target):
     assert layouts["paged D128 rows16"] == layouts["prefill D128 rows16"]
 
 
+@pytest.mark.parametrize("target", ["gfx942", "sm_90"])
+def test_one_binary_serves_every_batch(target):
+    """Triton's own launcher, with a stand-in for the driver: decode, verify, ragged, 1 to 128 rows.
+
+    A twin that takes the number of rows as an ordinary argument needs several.
+    """
+    script = Path(__file__).parent / "launches.py"
+    command = [sys.executable, "-W", "ignore", script, target]
+    done = subprocess.run(command, env=COMPILED, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["launches"] > 60
+    assert found["binaries"].pop("twin") > 1
+    assert set(found["binaries"].values()) == {1}
+
+
 def test_seeded_bugs_are_seen():
     """Waves that the registers do not allow spill; a larger instruction has another layout."""
     code = """

@@ -1,1 +1,31 @@
-"""One folder for each operation: `reference.py`, later `triton.py`, and the dispatch between."""
+"""GPU and CPU operations, one folder each: reference.py (plain torch), triton.py, and the maths."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+KERNELS = "OUTRIDER_KERNELS"
+"""Environment variable: "torch" or "triton" for all devices; unset: Triton on GPUs."""
+
+
+def use_triton(device: torch.device) -> bool:
+    """Return whether operations on this device run as Triton kernels.
+
+    On CPU they do only if asked for, and need Triton's interpreter (TRITON_INTERPRET=1).
+    """
+    asked = os.environ.get(KERNELS)
+    if asked not in (None, "torch", "triton"):
+        raise ValueError(f"{KERNELS}={asked}: use torch or triton, or unset it")
+    return asked == "triton" or (asked is None and device.type == "cuda")
+
+
+def launch_options(num_warps: int) -> dict[str, Any]:
+    """Return the options that every launch has.
+
+    Multiply-adds are never fused: whether Triton fuses them by default depends on its version, and
+    a sum must not depend on what a compiler found to fuse.
+    """
+    return {"num_warps": num_warps, "enable_fp_fusion": False}

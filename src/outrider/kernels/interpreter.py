@@ -71,9 +71,11 @@ def checked(shuffle: int | None = None) -> Iterator[Traffic]:
     builder.__class__ = _Builder
     builder.launch = _Launch(shuffle)
     stock.GridExecutor = _Executor
+    stock.InterpretedFunction.__call__ = _call_device_function
     try:
         yield builder.launch.traffic
     finally:
+        stock.InterpretedFunction.__call__ = _stock_call
         stock.GridExecutor = executor
         builder.__class__ = stock_class
 
@@ -143,6 +145,16 @@ class _Launch:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     rest = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     return tensor.data_ptr(), tensor.data_ptr() + int(rest)
+
+
+_stock_call = stock.InterpretedFunction.__call__
+
+
+def _call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a kernel's helper: `tl` is patched already, by the launch. Doing so again is slow."""
+    if function.fn.__globals__.get("tl") is tl:
+        return function.rewrite()(*args, **kwargs)
+    return _stock_call(function, *args, **kwargs)
 
 
 class _Executor(stock.GridExecutor):  # type: ignore[misc]

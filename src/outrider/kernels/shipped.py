@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from outrider.kernels import launch_options
+from outrider.kernels.kv_commit import triton as kv_commit
+from outrider.kernels.ngram_match import triton as ngram_match
 from outrider.kernels.paged_attention import triton as paged
 from outrider.kernels.paged_attention.layout import FIELDS, Tile
 from outrider.kernels.prefill_attention import triton as prefill
+from outrider.kernels.renorm_prob import triton as renorm_prob
 from outrider.kernels.row_invariant import triton as row_invariant
+from outrider.kernels.sample_match import triton as sample_match
 from outrider.kernels.static import TARGETS, Variant
+from outrider.kernels.tree_sampling import triton as tree_sampling
+from outrider.kernels.verify_block import triton as verify_block
+from outrider.kernels.verify_residual import triton as verify_residual
 
 DIMS = (64, 96, 128, 256)
 TILES = (16, 32, 64)
@@ -67,7 +75,7 @@ def attention(
 
 
 def _plain(warps: int) -> dict[str, dict[str, Any]]:
-    return {target: {"num_warps": warps, "enable_fp_fusion": False} for target in TARGETS}
+    return {target: launch_options(warps) for target in TARGETS}
 
 
 def _variant(
@@ -96,7 +104,7 @@ def attention_variants() -> Iterator[Variant]:
     for dim in DIMS:
         for rows in TILES:
             yield attention(paged._partial, f"paged D{dim} rows{rows}", dim=dim, rows=rows)
-        rows = Tile.for_prefill(dim).rows
+        rows = Tile().for_prefill("gfx942", dim, same_bits=False).rows
         yield attention(prefill._prefill, f"prefill D{dim} rows{rows}", dim=dim, rows=rows)
     yield attention(prefill._prefill, "prefill D128 rows16")
     yield attention(paged._partial, "paged D128 rows16 fp16", dtype="fp16")
@@ -108,8 +116,8 @@ def attention_variants() -> Iterator[Variant]:
     )
 
 
-def other_variants() -> Iterator[Variant]:
-    """Yield all other kernels."""
+def layer_variants() -> Iterator[Variant]:
+    """Yield what goes with attention: the fold of its splits, linear layers and norms."""
     for dim in DIMS:
         yield attention(paged._combine, f"combine D{dim}", dim=dim)
     tile = {
@@ -133,6 +141,88 @@ def other_variants() -> Iterator[Variant]:
     yield _variant(row_invariant._row_mean, "row_mean", bf16, width, plain)
 
 
+def sampling_variants() -> Iterator[Variant]:
+    """Yield what works on whole rows of the vocabulary."""
+    tokens = dict.fromkeys(("predicts", "accept_index", "accept_token_num", "nodes"), "*i32")
+    tree = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling")
+    probs = ("probs", "target_probs", "draft_probs", "uniform_samples", "coins")
+    types = {
+        **tokens,
+        **dict.fromkeys(tree, "*i64"),
+        **dict.fromkeys(probs, "*fp32"),
+        **dict.fromkeys(("threshold_single", "threshold_acc"), "fp32"),
+        **dict.fromkeys("STV", "i32"),
+    }
+    for name, limits, by_mass in (("top_k", "*i32", False), ("top_p", "*fp32", True)):
+        tile = {"BLOCK": renorm_prob.BLOCK, "WIDE": renorm_prob.WIDE, "P": renorm_prob.PIVOTS}
+        yield _variant(
+            renorm_prob.renorm_kernel,
+            f"{name}_renorm_prob",
+            {**types, "limits": limits, "out": "*fp32"},
+            {**tile, "BY_MASS": by_mass},
+            _plain(renorm_prob.NUM_WARPS),
+        )
+    yield _variant(tree_sampling.walk_kernel, "tree walk", types, {}, _plain(1))
+    block = {"BLOCK": tree_sampling.BLOCK}
+    warps = _plain(tree_sampling.NUM_WARPS)
+    yield _variant(tree_sampling.draw_kernel, "tree draw", types, block, warps)
+    yield from _verify_variants()
+
+
+def _verify_variants() -> Iterator[Variant]:
+    """Yield sampling by keyed coins, and the verification rules: 8 drafts, V = 151,936."""
+    integers = ("seeds", "positions", "tokens", "drafts", "parents", "rows_start", "accepted")
+    types = {
+        **dict.fromkeys((*integers, "num_accepted", "next_tokens"), "*i64"),
+        **dict.fromkeys(("p", "q", "logits", "temperature", "top_p", "min_p"), "*fp32"),
+        **dict.fromkeys(("best", "mass"), "*fp64"),
+        **dict.fromkeys(("top_k", "winner"), "*i32"),
+        **dict.fromkeys(("V", "S", "D", "max_drafts", "stride"), "i32"),
+    }
+    split = {"SPLIT": sample_match.SPLIT, "SPLITS": 64, "DRAFTS": 8, "BLOCK": 1024}
+    for kind in ("fp32", "bf16"):
+        logits = {**types, "logits": f"*{kind}"}
+        yield _variant(sample_match.draw_kernel, f"sample draw {kind}", logits, split, _plain(4))
+        tall = {**split, "BLOCK": 2048}
+        yield _variant(sample_match.pick_kernel, f"sample pick {kind}", logits, tall, _plain(8))
+    walk = {"DEPTHS": 8, "ROWS": 32}
+    yield _variant(sample_match.match_kernel, "match", types, walk, _plain(1))
+    for name, point in (("", False), (" point", True)):
+        rule = {**split, "POINT": point}
+        for kernel, step, warps in (
+            (verify_residual.draw_kernel, "residual draw", 8),
+            (verify_block.mass_kernel, "block mass", 4),
+            (verify_block.draw_kernel, "block draw", 8),
+        ):
+            yield _variant(kernel, step + name, types, rule, _plain(warps))
+    yield _variant(verify_residual.pick_kernel, "residual pick", types, split, _plain(4))
+
+
+def moving_variants() -> Iterator[Variant]:
+    """Yield what moves rows and tokens."""
+    types = {**dict.fromkeys(("src", "dst", "offsets"), "*i64"), "base": "*i32", "N": "i32"}
+    yield _variant(
+        kv_commit.commit_kernel,
+        "kv_commit",
+        {**types, "W": "i32", "stride": "i32"},
+        {"ALIGN": 4, "BLOCK": kv_commit.BLOCK},
+        _plain(kv_commit.NUM_WARPS),
+    )
+    types = dict.fromkeys(("tokens", "lengths", "max_drafts", "drafts", "num_drafts"), "*i32")
+    yield _variant(
+        ngram_match.match_kernel,
+        "ngram_match",
+        {**types, "stride": "i32", "width": "i32"},
+        {"MIN_N": 2, "MAX_N": 4, "WIDTH": 8, "BLOCK": ngram_match.BLOCK},
+        _plain(ngram_match.NUM_WARPS),
+    )
+
+
 def variants() -> list[Variant]:
     """Return every kernel that this package launches, in the configurations it ships."""
-    return [*attention_variants(), *other_variants()]
+    return [
+        *attention_variants(),
+        *layer_variants(),
+        *sampling_variants(),
+        *moving_variants(),
+    ]

@@ -9,6 +9,7 @@ SGLang finds `register` by its entry point, `sglang.srt.plugins`. Read in this o
 * `roster`, `drafting`: SGLang's requests as drafters see them, and the server's drafters
 * `rows`: a verify pass as a decode batch with one row for each token; the host's own sampler
 * `draft_model`: the draft in SGLang's own `TpModelWorker`
-* `attention`: the attention backend `outrider`
+* `attention`, `attention_triton`: the attention backend `outrider`
 * `cpu`: what SGLang lacks on CPU
+* `rocm`: a repair of SGLang's own speculation on ROCm, for those who ask for it
 """

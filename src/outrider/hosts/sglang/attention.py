@@ -1,4 +1,4 @@
-"""The attention backend `outrider`: on CPU, plain torch. Its Triton twin comes with the kernels.
+"""The attention backend `outrider`: on CPU, plain torch; its Triton twin is beside it.
 
 Rows of one request that stand beside each other share its keys: a verify pass reads the cache once
 for each request. With `--enable-deterministic-inference` a row's result depends on nothing but its
@@ -18,8 +18,18 @@ from sglang.srt.layers.radix_attention import AttentionType
 from torch import Tensor
 
 from outrider.core import Unsupported
+from outrider.kernels import use_triton
 from outrider.kernels.paged_attention import Past, Tiles, paged_attention, tile_rows
 from outrider.kernels.row_invariant import ROWS
+
+
+def attention_backend(runner: Any) -> AttentionBackend:
+    """Return the backend for a model runner's device."""
+    if use_triton(torch.device(runner.device)):
+        from outrider.hosts.sglang.attention_triton import TritonAttention
+
+        return TritonAttention(runner)
+    return OutriderAttention(runner)
 
 
 class OutriderAttention(AttentionBackend):
@@ -29,7 +39,6 @@ class OutriderAttention(AttentionBackend):
         super().__init__()
         args = runner.server_args
         kinds = {
-            args.device: args.device != "cpu",
             "MLA": runner.use_mla_backend,
             "encoder-decoder models": runner.model_config.is_encoder_decoder,
         }
@@ -80,21 +89,28 @@ class OutriderAttention(AttentionBackend):
             raise Unsupported(f"attention of type {layer.attn_type}", fix="use a decoder model")
         pool = batch.token_to_kv_pool
         if save_kv_cache:
-            pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+            pool.set_kv_buffer(layer, batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         k_cache, v_cache = pool.get_kv_buffer(layer.layer_id)
-        window = layer.sliding_window_size
-        window = None if window is None or window < 0 else window + 1
-        cap = layer.logit_cap or None
-        if self._tiles is not None or window or cap:
-            tiles = self._tiles or tile_rows(self._pasts)
-            with torch._C.DisableTorchFunction():
-                out = paged_attention(q, k_cache, v_cache, tiles, layer.scaling, window, cap)
-        else:
-            out = _sdpa(q, k_cache, v_cache, self._pasts, layer.scaling)
+        with torch._C.DisableTorchFunction():
+            out = self._attend(q, k_cache, v_cache, layer)
         return out.reshape(len(out), -1)
 
     forward_extend = forward_decode
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+        """Attend from each row to its past in the cache. q: [N, Hq, D] -> [N, Hq, Dv]."""
+        window, cap = self._limits(layer)
+        if self._tiles is None and window is None and cap is None:
+            return _sdpa(q, k, v, self._pasts, layer.scaling)
+        tiles = self._tiles or tile_rows(self._pasts)
+        return paged_attention(q, k, v, tiles, layer.scaling, window, cap)
+
+    @staticmethod
+    def _limits(layer: Any) -> tuple[int | None, float | None]:
+        """Return how many positions a row sees, itself included, and the cap of its scores."""
+        window = layer.sliding_window_size
+        return None if window is None or window < 0 else window + 1, layer.logit_cap or None
 
     def support_triton(self) -> bool:
         """Say no: let the host use plain torch around us."""

@@ -6,6 +6,7 @@ guest that no longer knows the house stays outside. Another version gets a file 
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from importlib import import_module
@@ -17,6 +18,7 @@ _SRT = "sglang.srt."
 
 HOOKS: dict[str, str] = {
     "speculative.spec_info.SpeculativeAlgorithm.from_string": "cls name",
+    "speculative.spec_info.SpeculativeAlgorithm.create_worker": "self server_args",
     "server_args.ServerArgs.add_cli_args": "parser",
     "server_args.ServerArgs._handle_speculative_decoding": "self",
     "sampling.sampling_params.SamplingParams.verify": "self vocab_size",
@@ -72,6 +74,7 @@ CALLS: dict[str, str] = {
         "self keep_indices keep_indices_device"
     ),
     "utils.common.broadcast_pyobj": "data rank dist_group src force_cpu_device",
+    "utils.common.is_hip": "",
 }
 """What we call, with its parameters."""
 
@@ -131,6 +134,34 @@ ATTRIBUTES: dict[str, str] = {
 }
 """What we read or write of the host's other objects: each must be assigned in its class."""
 
+ROCM_SWITCHES: dict[str, dict[str, tuple[bool, str]]] = {
+    "speculative.eagle_info": {"TREE_SPEC_KERNEL_AVAILABLE": (True, "verify")},
+    "speculative.ngram_info": {"TREE_SPEC_KERNEL_AVAILABLE": (True, "verify")},
+    "speculative.eagle_info_v2": {
+        "_is_hip": (False, "sample assign_extend_cache_locs_func"),
+        # the second function asks `_is_cuda or _is_hip`: its answer must not change
+        "_is_cuda": (True, "assign_extend_cache_locs_func"),
+    },
+    "speculative.dflash_utils": {
+        "_DFLASH_SAMPLING_VERIFY_AVAILABLE": (
+            True,
+            "is_dflash_sampling_verify_available compute_dflash_sampling_accept_len_and_bonus",
+        )
+    },
+}
+"""What the repair for ROCm sets in the host's modules, and which functions there look at it."""
+
+ROCM_CALLS: dict[str, str] = {
+    "top_k_renorm_prob": "2",
+    "top_p_renorm_prob": "2",
+    "tree_speculative_sampling_target_only": (
+        "0 predicts accept_index accept_token_num candidates retrive_index retrive_next_token "
+        "retrive_next_sibling uniform_samples uniform_samples_for_final_sampling target_probs "
+        "draft_probs threshold_single threshold_acc deterministic"
+    ),
+}
+"""What those modules call and ROCm lacks: how many positional arguments, and which keywords."""
+
 
 def hook_target(name: str) -> str:
     """Return the full name of something we hook."""
@@ -165,6 +196,41 @@ def differences() -> list[str]:
         if missing := [a for a in wanted.split() if not re.search(rf"self\.{a}\b", source)]:
             found.append(f"{name} lacks {', '.join(missing)}")
     return found
+
+
+def rocm_differences() -> list[str]:
+    """Return what the repair for ROCm would find otherwise than it knows it."""
+    found = []
+    for name, switches in ROCM_SWITCHES.items():
+        try:
+            tree = ast.parse(inspect.getsource(import_module(_SRT + name)))
+        except (ImportError, OSError) as error:
+            found.append(f"{name} is missing: {error}")
+            continue
+        for flag, (_, wanted) in switches.items():
+            if (asking := _functions_with(tree, flag)) != set(wanted.split()):
+                found.append(f"{name}: {flag} is looked at by {', '.join(sorted(asking))}")
+        for function, wanted in ROCM_CALLS.items():
+            calls = _calls(tree, function)
+            if not calls or any(call != wanted for call in calls):
+                found.append(f"{name}: {function} is called otherwise: {' | '.join(calls)}")
+    return found
+
+
+def _functions_with(tree: ast.AST, name: str) -> set[str]:
+    """Return the functions that look at a name of their module."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {f.name for f in functions for n in ast.walk(f) if getattr(n, "id", None) == name}
+
+
+def _calls(tree: ast.AST, name: str) -> list[str]:
+    """Return how a function is called: the number of positional arguments, then the keywords."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [
+        " ".join([str(len(call.args)), *(str(keyword.arg) for keyword in call.keywords)])
+        for call in calls
+        if getattr(call.func, "id", None) == name
+    ]
 
 
 def _resolve(name: str) -> Any:

@@ -1,7 +1,9 @@
 """The plugin: what SGLang calls at start-up, and every hook we lay.
 
 The hooks are laid whenever the package is installed, because SGLang loads plugins before it reads
-its arguments. Each looks first whether OUTRIDER was chosen, and is SGLang's own code if not.
+its arguments. Each looks first whether OUTRIDER was chosen, and is SGLang's own code if not. Apart
+from that stands the repair for ROCm, which $OUTRIDER_REPAIR asks for: it serves SGLang's own
+algorithms.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ from typing import Any
 from outrider import __version__
 from outrider.core import Unsupported
 from outrider.hosts.sglang import contract_0_5_11 as contract
-from outrider.hosts.sglang import cpu, settings
-from outrider.hosts.sglang.profile import load_profile, request_options
+from outrider.hosts.sglang import cpu, rocm, settings
+from outrider.hosts.sglang.profile import REPAIR_VARIABLE, load_profile, request_options
 
 NAME = "OUTRIDER"
 ATTENTION_BACKEND = "outrider"
+WITHOUT_US = f"leave --speculative-algorithm {NAME} out"
 
 logger = logging.getLogger(__name__)
 
@@ -73,25 +76,29 @@ def check_hooks() -> None:
         _stop(f"these hooks were not laid: {', '.join(missing)}")
 
 
-def check_contract() -> None:
-    """Stop the server unless this SGLang is the one we know."""
+def check_contract(changed: list[str] | None = None, instead: str = WITHOUT_US) -> None:
+    """Stop the server unless this SGLang is the one we know.
+
+    changed: how it differs, by default from all of the contract but the repair for ROCm
+    """
     import sglang
 
-    changed = contract.differences()
+    changed = contract.differences() if changed is None else changed
     if sglang.__version__ != contract.VERSION or changed:
         _stop(
             f"this SGLang differs from the {contract.VERSION} that Outrider was written for",
             *changed,
+            instead=instead,
         )
 
 
-def _stop(what: str, *details: str) -> None:
+def _stop(what: str, *details: str, instead: str = WITHOUT_US) -> None:
     import sglang
 
     lines = "".join(f"\n  - {detail}" for detail in details)
     raise SystemExit(
         f"outrider: {what}{lines}\nfound SGLang {sglang.__version__}, Outrider {__version__}: "
-        f"install SGLang {contract.VERSION}, or leave --speculative-algorithm {NAME} out"
+        f"install SGLang {contract.VERSION}, or {instead}"
     )
 
 
@@ -110,9 +117,9 @@ def _current_args() -> Any:
 
 
 def _attention_backend(runner: Any) -> Any:
-    from outrider.hosts.sglang.attention import OutriderAttention
+    from outrider.hosts.sglang.attention import attention_backend
 
-    return OutriderAttention(runner)
+    return attention_backend(runner)
 
 
 # -- hooks. AROUND gets the original first, AFTER its result.
@@ -129,14 +136,23 @@ def _add_cli_args(result: None, parser: Any) -> None:
 
 
 def _handle_speculative_decoding(result: None, self: Any) -> None:
-    if not _chosen(self):
-        return
-    self.speculative_algorithm = NAME
-    check_contract()
     try:
-        settings.apply(self)
+        if settings.repairs(self):
+            check_hooks()
+            check_contract(contract.rocm_differences(), instead=f"unset {REPAIR_VARIABLE}")
+        if _chosen(self):
+            self.speculative_algorithm = NAME
+            check_contract()
+            settings.apply(self)
     except Unsupported as error:
         raise SystemExit(f"outrider: {error}") from error
+
+
+def _create_worker(result: type, self: Any, server_args: Any) -> None:
+    if settings.repairs(server_args):
+        # SGLang's schedulers are processes of their own: the launcher's check is not theirs
+        check_contract(contract.rocm_differences(), instead=f"unset {REPAIR_VARIABLE}")
+        rocm.repair()
 
 
 def _verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
@@ -204,6 +220,7 @@ def _murmur_hash32(original: Callable[..., Any], seed: Any, positions: Any, colu
 
 _HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     "speculative.spec_info.SpeculativeAlgorithm.from_string": (_from_string, "AROUND"),
+    "speculative.spec_info.SpeculativeAlgorithm.create_worker": (_create_worker, "AFTER"),
     "server_args.ServerArgs.add_cli_args": (_add_cli_args, "AFTER"),
     "server_args.ServerArgs._handle_speculative_decoding": (_handle_speculative_decoding, "AFTER"),
     "sampling.sampling_params.SamplingParams.verify": (_verify_sampling_params, "AFTER"),

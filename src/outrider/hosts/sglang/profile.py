@@ -18,6 +18,12 @@ from outrider.core import Unsupported
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 """The environment variable that names the profile: it reaches `sglang.Engine` too."""
 
+REPAIR_VARIABLE = "OUTRIDER_REPAIR"
+"""The environment variable that asks for a repair of SGLang's own speculation."""
+
+ROCM_SAMPLING = "rocm-sampling"
+"""The one repair there is: sampled requests are sampled on ROCm too."""
+
 REQUEST_KEY = "outrider"
 """Where a request's own wishes are, within its `custom_params`."""
 
@@ -80,6 +86,16 @@ def _load(path: str) -> Profile:
         raise Unsupported(f"profile {path}", fix=f"it cannot be read: {error}") from error
     except ValidationError as error:
         raise Unsupported(f"profile {path}", fix=_say(error)) from error
+
+
+def repair_wanted() -> bool:
+    """Say whether $OUTRIDER_REPAIR asks for a repair. Raises Unsupported if there is none such."""
+    wanted = os.environ.get(REPAIR_VARIABLE, "")
+    if wanted not in ("", ROCM_SAMPLING):
+        raise Unsupported(
+            f"{REPAIR_VARIABLE}={wanted:.80}", fix=f"set it to {ROCM_SAMPLING}, or unset it"
+        )
+    return bool(wanted)
 
 
 def request_options(custom_params: Any, drafters: list[str]) -> RequestOptions:

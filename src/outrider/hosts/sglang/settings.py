@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.core import Unsupported
-from outrider.hosts.sglang.profile import MODEL, load_profile
+from outrider.hosts.sglang.profile import MODEL, REPAIR_VARIABLE, load_profile, repair_wanted
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_DRAFTS = 4
 """K if neither --speculative-num-steps nor --speculative-num-draft-tokens says."""
+
+REPAIRED = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH")
+"""SGLang's own algorithms that take the most likely token on ROCm, whatever the temperature."""
 
 Test = Callable[[Any], Any]
 
@@ -69,3 +72,19 @@ def apply(server_args: Any) -> None:
         logger.warning("mixed chunked prefill is off with speculation, as with SGLang's own")
     server_args.disable_overlap_schedule = True
     logger.info("K = %d; overlap scheduling is off (spec v1)", steps)
+
+
+def repairs(server_args: Any) -> bool:
+    """Say whether SGLang's own speculation is to be repaired. Raises Unsupported if it can't be."""
+    if not repair_wanted():
+        return False
+    from sglang.srt.utils.common import is_hip
+
+    if not is_hip():
+        raise Unsupported(
+            f"{REPAIR_VARIABLE} without ROCm", fix="unset it: SGLang samples by itself elsewhere"
+        )
+    if (server_args.speculative_algorithm or "").upper() not in REPAIRED:
+        logger.warning("%s: nothing to repair without %s", REPAIR_VARIABLE, ", ".join(REPAIRED))
+        return False
+    return True

@@ -22,7 +22,6 @@ from torch import Tensor
 from outrider.core import (
     Budget,
     FinishReason,
-    KeyedCoins,
     Law,
     Outcome,
     Proposal,
@@ -34,6 +33,7 @@ from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.profile import MODEL, load_profile
 from outrider.hosts.sglang.roster import LiveRequest, Roster
 from outrider.hosts.sglang.rows import Block, Penalties, sample, verify_batch
+from outrider.kernels.sample_match import DeviceCoins
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class OutriderWorker:
         self._drafters = Drafters.make(profile, names, vocab_size, model)
         self._roster = Roster(self._drafters, names, default, server_args)
         self._penalties = Penalties()
-        self._coins = KeyedCoins()
+        self._coins = DeviceCoins()
         self._step_ended: float | None = None
         self._metrics: Metrics | None = None
         if server_args.enable_metrics and tp_rank == 0:

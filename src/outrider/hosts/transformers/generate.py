@@ -14,7 +14,6 @@ from outrider.core import (
     Budget,
     Drafter,
     FinishReason,
-    KeyedCoins,
     Outcome,
     Proposal,
     Request,
@@ -29,6 +28,7 @@ from outrider.drafters import GuardedDrafter, ModelDrafter, NgramDrafter, NoDraf
 from outrider.hosts.transformers.host import TransformersHost
 from outrider.hosts.transformers.runner import Exactness, Runner
 from outrider.hosts.transformers.tokenizers import check_same_tokenizer
+from outrider.kernels.sample_match import DeviceCoins
 
 DrafterLike: TypeAlias = "Drafter | PreTrainedModel | str | None"
 SamplingLike: TypeAlias = "SamplingParams | Mapping[str, Any] | None"
@@ -174,7 +174,7 @@ def _run(
     rule: RuleName,
 ) -> Generator[StepEvent, None, None]:
     """Decode until every request has ended. The first step reads the prompts."""
-    coins = KeyedCoins()
+    coins = DeviceCoins()
     active = list(requests)
     try:
         while active:

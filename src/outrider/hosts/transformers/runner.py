@@ -23,8 +23,18 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from outrider.core import ROOT, Request, Unsupported
 from outrider.hosts.transformers.pool import CachedSequence, KVPool
-from outrider.kernels.paged_attention import Past, Tiles, paged_attention, tile_rows
-from outrider.kernels.prefill_attention import prefill_attention
+from outrider.kernels import use_triton
+from outrider.kernels.paged_attention import (
+    Layout,
+    Past,
+    Tile,
+    Tiles,
+    branches,
+    paged_attention,
+    tile_rows,
+)
+from outrider.kernels.paged_attention.layout import arch
+from outrider.kernels.prefill_attention import causal_attention, prefill_attention
 from outrider.kernels.row_invariant import ROWS, RowInvariant
 
 NAME = "outrider"
@@ -174,19 +184,23 @@ class Runner:
 class _Pass:
     """One pass of the model: its rows, and where their keys are.
 
-    prompts: (first row, last row + 1) of the sequences with nothing cached
-    others:  the rows of all other sequences, and their tiles
+    prompts: the past of each sequence with nothing cached, its rows numbered in the pass
+    others:  the rows of all other sequences
+    pasts:   their pasts by sequence, one for each branch of a tree, numbered among `others`
+    places:  rows of a tile in plain torch, None for any number: then bits may differ
     """
 
     tokens: list[int]
     positions: list[int]
     wanted: list[int]
     slots: Tensor
-    prompts: list[tuple[int, int]]
+    prompts: list[Past]
     others: Tensor
-    tiles: Tiles | None
+    pasts: list[list[Past]]
+    places: int | None
     pool: KVPool
     layers: set[int] = field(default_factory=set)
+    laid_out: dict[tuple[str, int], Tiles | Layout] = field(default_factory=dict)
 
     @staticmethod
     def plan(
@@ -197,9 +211,9 @@ class _Pass:
         positions: list[int] = []
         wanted: list[int] = []
         slots: list[Tensor] = []
-        prompts: list[tuple[int, int]] = []
+        prompts: list[Past] = []
         others: list[int] = []
-        pasts: list[Past] = []
+        pasts: list[list[Past]] = []
         for segment in segments:
             sequence, start, count = segment.sequence, len(tokens), len(segment.tokens)
             prefix = sequence.length
@@ -208,24 +222,29 @@ class _Pass:
             wanted += range(start + segment.logits_from, start + count)
             own = sequence.slots[prefix : prefix + count]
             slots.append(own)
-            paths = None if segment.is_chain else _paths(segment.parents or ())
-            depths = [len(path) for path in paths] if paths else range(1, count + 1)
+            parents = range(-1, count - 1) if segment.is_chain else segment.parents or ()
+            depths: list[int] = []
+            for parent in parents:
+                depths.append(1 if parent == ROOT else depths[parent] + 1)
             positions += [prefix + depth - 1 for depth in depths]
             if segment.is_prompt:
-                prompts.append((start, start + count))
+                prompts.append(Past(range(start, start + count), depths, own))
                 continue
             # the rows of this segment, as numbered among `others`
-            rows = range(len(others), len(others) + count)
+            first = len(others)
             others += range(start, start + count)
-            lens = [prefix + depth for depth in depths]
-            if paths is None:
-                pasts.append(Past(rows, lens, sequence.slots[: prefix + count]))
-            else:
-                cached = sequence.slots[:prefix]
-                pasts += [
-                    Past([row], [length], torch.cat([cached, own[path]]))
-                    for row, length, path in zip(rows, lens, paths, strict=True)
+            cached = sequence.slots[:prefix]
+            pasts.append(
+                [
+                    Past(
+                        [first + node for node in nodes],
+                        [prefix + depths[node] for node in nodes],
+                        torch.cat([cached, own[path]]),
+                        prefix,
+                    )
+                    for nodes, path in branches(parents)
                 ]
+            )
         return _Pass(
             tokens,
             positions,
@@ -233,7 +252,8 @@ class _Pass:
             slots=torch.cat(slots).to(device),
             prompts=prompts,
             others=torch.tensor(others, dtype=torch.int64, device=device),
-            tiles=tile_rows(pasts, places, device) if pasts else None,
+            pasts=pasts,
+            places=places,
             pool=pool,
         )
 
@@ -250,26 +270,44 @@ class _Pass:
         """Store this layer's keys and values and attend. q, k, v: [N, H, D] -> [N, Hq, Dv]."""
         self.layers.add(layer)
         k_cache, v_cache = self.pool.write(layer, self.slots, k, v)
+        how = (scale, window, softcap)
+        by_triton, group = use_triton(q.device), q.shape[1] // k.shape[1]
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
-        for start, end in self.prompts:
-            own = slice(start, end)
-            out[own] = prefill_attention(q[own], k[own], v[own], scale, window, softcap)
-        if self.tiles is not None:
+        if self.pasts:
             rows = self.others
             few = q if len(rows) == len(q) else q[rows]
-            found = paged_attention(few, k_cache, v_cache, self.tiles, scale, window, softcap)
+            laid_out = self._lay_out("others", group, by_triton, q)
+            found = paged_attention(few, k_cache, v_cache, laid_out, *how)
             if few is q:
                 return found
             out[rows] = found
+        for past in self.prompts:
+            own = slice(past.rows[0], past.rows[-1] + 1)
+            if by_triton:
+                layout = self._lay_out(f"prompt {own.start}", group, by_triton, q, past)
+                assert isinstance(layout, Layout)
+                out[own] = prefill_attention(q[own], k_cache, v_cache, layout, *how)
+            else:
+                out[own] = causal_attention(q[own], k[own], v[own], *how)
         return out
 
-
-def _paths(parents: Sequence[int]) -> list[list[int]]:
-    """Return the tokens on the path to each token, itself included."""
-    paths: list[list[int]] = []
-    for i, parent in enumerate(parents):
-        paths.append([i] if parent == ROOT else [*paths[parent], i])
-    return paths
+    def _lay_out(
+        self, name: str, group: int, by_triton: bool, q: Tensor, prompt: Past | None = None
+    ) -> Tiles | Layout:
+        """Return which rows share which keys, made once for all layers with such heads."""
+        key = (name, group)
+        if key not in self.laid_out:
+            tile = Tile.fit(group)
+            if not by_triton:
+                pasts = [past for request in self.pasts for past in request]
+                self.laid_out[key] = tile_rows(pasts, self.places, q.device)
+            elif prompt is None:
+                self.laid_out[key] = Layout.of(self.pasts, tile, group, q.device)
+            else:
+                tile = tile.for_prefill(arch(q.device), q.shape[-1], same_bits=False)
+                alone = Past(range(len(prompt.rows)), prompt.lens, prompt.slots)
+                self.laid_out[key] = Layout.of([[alone]], tile, group, q.device)
+        return self.laid_out[key]
 
 
 def attention(

@@ -27,23 +27,31 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    out_scale: float = 1.0,
 ) -> Tensor:
     """Attend from each row to its own past; a row's result depends on nothing else.
 
     q: [N, Hq, D]; k_cache, v_cache: [S, Hkv, D]
     rows: which rows share which keys: `Tiles` for plain torch, a `Layout` for Triton
     window: attend to the last so many positions only; softcap: c tanh(score / c)
+    out_scale: what an 8-bit cache's values are to be multiplied with
     -> [N, Hq, D]
     """
     if isinstance(rows, Tiles):
         return reference.paged_attention(q, k_cache, v_cache, rows, scale, window, softcap)
     from outrider.kernels.paged_attention import triton
 
-    if q.stride(-1) != 1 or k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
-        raise ValueError("the last dimension of q, k_cache and v_cache must be contiguous")
-    if q.shape[1] % k_cache.shape[1] or not q.shape[-1] == k_cache.shape[-1] == v_cache.shape[-1]:
-        raise ValueError(f"heads do not fit: q {q.shape}, keys {k_cache.shape}, {v_cache.shape}")
-    return triton.paged_attention(q, k_cache, v_cache, rows, scale, window, softcap)
+    check_heads(q, k_cache, v_cache)
+    return triton.paged_attention(q, k_cache, v_cache, rows, scale, window, softcap, out_scale)
+
+
+def check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Raise unless the kernels can read these: they take strides of all but the last dimension."""
+    shapes = f"q {list(q.shape)}, keys {list(k_cache.shape)}, values {list(v_cache.shape)}"
+    if any(x.stride(-1) != 1 for x in (q, k_cache, v_cache)):
+        raise ValueError(f"the last dimension must be contiguous: {shapes}")
+    if q.shape[1] % k_cache.shape[1] or k_cache.shape != v_cache.shape:
+        raise ValueError(f"heads do not fit: {shapes}")
 
 
 def tile_rows(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from outrider.kernels import launch_options
 
 FIELDS = ("place", "count", "index", "first", "last")
 """What a tile is made of: its rows are `rows[place : place + count]`, the slot of its position p
@@ -48,15 +50,22 @@ class Tile:
     split: int = 256
 
     @staticmethod
-    def fit(max_rows: int, group: int) -> Tile:
-        """Return the tile that holds `max_rows` rows of `group` heads each, up to 64."""
-        wanted = max_rows * group
-        return Tile(rows=16 if wanted <= 16 else 32 if wanted <= 32 else 64)
+    def fit(group: int, max_len: int = 0) -> Tile:
+        """Return the tile of a model: it holds eight rows of a group, of at most 64 in all.
 
-    @staticmethod
-    def for_prefill(dim: int) -> Tile:
-        """Return the tile of prefill: as many rows as registers hold beside two sums."""
-        return Tile(rows=64 if dim <= 128 else 32)
+        max_len: of a sequence; a longer one has longer splits, at most 64 of them
+        """
+        rows = 16 if group <= 2 else 32 if group <= 4 else 64
+        return Tile(rows=rows, split=max(256, 1 << max(0, (max_len - 1) // 64).bit_length()))
+
+    def for_prefill(self, arch: str, dim: int, same_bits: bool) -> Tile:
+        """Return the tile of prefill: as many rows as registers hold beside two sums.
+
+        same_bits: whether a prefilled row must equal a decoded one. On AMD it does anyway.
+        """
+        if same_bits and not arch.startswith("gfx"):
+            return self
+        return replace(self, rows=64 if dim <= 128 else 32)
 
     def options(
         self, arch: str, dim: int, folds: bool = False, softcap: bool = False
@@ -66,8 +75,7 @@ class Tile:
         folds: whether the kernel also keeps the sum of the splits so far, as prefill does
         """
         width = max(64, 1 << (dim - 1).bit_length())
-        # no fused multiply-add: a sum must not depend on what the compiler found to fuse
-        options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+        options = launch_options(4)
         if not arch.startswith("gfx"):
             many = width > 128 or (folds and self.rows > 16)
             return {**options, "num_warps": 8 if many else 4, "num_stages": 2}
@@ -203,6 +211,46 @@ class Layout:
             num_parts=n * max_splits,
             max_splits=max_splits,
         )
+
+    @staticmethod
+    def of_runs(
+        lines: Tensor,
+        prefixes: Sequence[int],
+        counts: Sequence[int],
+        table: Tensor,
+        tile: Tile,
+        group: int,
+    ) -> Layout:
+        """Lay out runs of new rows, one for each line, after what is cached: for prefill.
+
+        lines, table: as in `of_lines`; prefixes, counts: cached and new positions of each line
+        """
+        per_tile, device = tile.rows // group, lines.device
+        tiles, lens, row = [], [], 0
+        for run, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
+            for i in range(0, count, per_tile):
+                tiles.append((row + i, min(per_tile, count - i), run, 0, ALL))
+            lens.append(torch.arange(prefix + 1, prefix + count + 1, dtype=torch.int32))
+            row += count
+        on_device = torch.tensor(tiles).to(device)
+        on_device[:, 2] = lines.long()[on_device[:, 2]] * table.stride(0)
+        longest = max(p + c for p, c in zip(prefixes, counts, strict=True))
+        return Layout(
+            tile=tile,
+            tiles=on_device,
+            rows=torch.arange(row, dtype=torch.int32, device=device),
+            lens=torch.cat(lens).to(device),
+            slots=table,
+            parts=torch.empty(0, dtype=torch.int32, device=device),  # prefill has none
+            num_parts=0,
+            max_splits=-(-longest // tile.split),
+        )
+
+    def copy_(self, other: Layout) -> None:
+        """Take over another layout of as many rows, in place: for a captured graph."""
+        self.tiles.copy_(other.tiles)
+        self.lens.copy_(other.lens)
+        self.parts.copy_(other.parts)
 
     def tokens_read(self) -> int:
         """Return how many keys are read for each kv head; as many values are.

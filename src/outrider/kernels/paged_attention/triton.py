@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.kernels import launch_options
 from outrider.kernels.paged_attention.layout import Layout, arch
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+_WAVES_OF_PROGRAMS = 4
 
 
 @triton.jit
@@ -187,6 +189,12 @@ def store_rows(p_rows, m_rows, b_l, b_acc, out_scale, o_d, D: tl.constexpr):
     tl.store(p_rows[:, None] + o_d[None, :], b_o.to(p_rows.dtype.element_ty), mask=m)
 
 
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 304
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -200,7 +208,7 @@ def paged_attention(
 ) -> Tensor:
     """Attend from each row to its own past; see the reference. Safe to capture in a graph.
 
-    programs: how many programs share the splits of a tile and kv head; None: one for each
+    programs: how many share the splits of a tile and kv head; None: enough to fill the device
     """
     (n, heads, dim), kv_heads, tile = q.shape, k_cache.shape[1], layout.tile
     out = torch.empty_like(q)
@@ -215,7 +223,11 @@ def paged_attention(
         "WINDOW": window is not None,
     }
     options = tile.options(arch(q.device), dim, softcap=softcap is not None)
-    _partial[(len(layout.tiles), kv_heads, programs or max(1, layout.max_splits))](
+    num_tiles = len(layout.tiles)
+    if programs is None:
+        programs = _WAVES_OF_PROGRAMS * _processors(q.device) // (num_tiles * kv_heads)
+    programs = max(1, min(programs, layout.max_splits))
+    _partial[(num_tiles, kv_heads, programs)](
         q, k_cache, v_cache, layout.slots, layout.tiles, layout.rows, layout.lens,
         layout.parts, part_acc, part_stats, scale, softcap or 0.0, window or 0,
         *q.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2],
@@ -226,6 +238,6 @@ def paged_attention(
         part_acc, part_stats, layout.lens, layout.parts, out, window or 0, out_scale,
         *out.stride()[:2],
         **shape, BLOCK_G=triton.next_power_of_2(heads // kv_heads),
-        num_warps=1, enable_fp_fusion=False,
+        **launch_options(1),
     )  # fmt: skip
     return out

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def prefill_attention(
+def causal_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

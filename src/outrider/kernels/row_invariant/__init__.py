@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from outrider.kernels import use_triton
+
 __all__ = ["ROWS", "RowInvariant", "elementwise", "in_tiles"]
 
 ROWS = 16
@@ -70,7 +72,14 @@ _MATMULS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.
 
 
 class RowInvariant(TorchFunctionMode):
-    """While active, a model's layers are row invariant. Its modules and weights are untouched."""
+    """While active, a model's layers are row invariant. Its modules and weights are untouched.
+
+    triton: whether products run as Triton kernels; None: as `use_triton` says for their device
+    """
+
+    def __init__(self, triton: bool | None = None) -> None:
+        super().__init__()
+        self._triton = triton
 
     def __torch_function__(
         self,
@@ -82,8 +91,8 @@ class RowInvariant(TorchFunctionMode):
         """Reroute linear layers, products with a matrix (SGLang's head), `addmm` with a bias
         vector (GPT-2's), and functions of single elements; on a GPU also means of rows."""
         kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].is_cuda:
-            return _on_gpu(func, args, kwargs)
+        if args and isinstance(args[0], Tensor) and self._is_by_triton(args[0].device):
+            return _by_triton(func, args, kwargs)
         if func is F.linear:
             x, *rest = args
             return in_tiles(lambda tile: func(tile, *rest, **kwargs), x)
@@ -98,9 +107,12 @@ class RowInvariant(TorchFunctionMode):
             return elementwise(lambda part: func(part, *rest, **kwargs), x)
         return func(*args, **kwargs)
 
+    def _is_by_triton(self, device: torch.device) -> bool:
+        return use_triton(device) if self._triton is None else self._triton
 
-def _on_gpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Reroute a call on GPU tensors to a kernel with one tile for every number of rows."""
+
+def _by_triton(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reroute a call to a Triton kernel, which has one tile for every number of rows."""
     from outrider.kernels.row_invariant import triton
 
     if func is F.linear:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.kernels import launch_options
 from outrider.kernels.paged_attention.layout import arch
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
@@ -66,7 +67,7 @@ def _row_mean(x, out, stride_x, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 def options(arch: str) -> dict[str, Any]:
     """Return the launch options of the linear layer for a processor: "gfx942", "sm_90", ..."""
-    options: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+    options = launch_options(4)
     if arch.startswith("gfx"):
         return {**options, "num_stages": 2, "matrix_instr_nonkdim": 16}
     return {**options, "num_stages": 3}
@@ -96,7 +97,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         _rms_norm[(len(flat),)](
             flat, flat if weight is None else weight, out, eps, flat.stride(0), out.stride(0),
             D=x.shape[-1], BLOCK_D=triton.next_power_of_2(x.shape[-1]),
-            HAS_WEIGHT=weight is not None, num_warps=4, enable_fp_fusion=False,
+            HAS_WEIGHT=weight is not None, **launch_options(4),
         )  # fmt: skip
     return out.view(x.shape)
 
@@ -108,6 +109,6 @@ def row_mean(x: Tensor) -> Tensor:
     if len(flat):
         _row_mean[(len(flat),)](
             flat, out, flat.stride(0), D=x.shape[-1],
-            BLOCK_D=triton.next_power_of_2(x.shape[-1]), num_warps=4, enable_fp_fusion=False,
+            BLOCK_D=triton.next_power_of_2(x.shape[-1]), **launch_options(4),
         )  # fmt: skip
     return out.view(*x.shape[:-1], 1)

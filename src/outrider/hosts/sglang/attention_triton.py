@@ -1,0 +1,122 @@
+"""The attention backend `outrider` as Triton kernels: for GPUs, and for the interpreter.
+
+Rows of one request stand beside each other in a verify batch and share its keys, which are read
+once for all of them. What decides the order of a row's sums (the tile, the split) depends on the
+model and the context length alone, not on K: a server without speculation has the same bits.
+
+In a captured graph all shapes depend on the number of rows. SGLang captures one graph for each
+batch size in its list and pads a batch to the next: a padded row attends to one slot.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.dp_attention import get_attention_tp_size
+from torch import Tensor
+
+from outrider.core import Unsupported
+from outrider.hosts.sglang.attention import OutriderAttention
+from outrider.kernels.paged_attention import Layout, Tile, paged_attention
+from outrider.kernels.paged_attention.layout import arch
+from outrider.kernels.prefill_attention import prefill_attention
+
+logger = logging.getLogger(__name__)
+
+
+class TritonAttention(OutriderAttention):
+    """Decode, verify and prefill over SGLang's paged cache."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        config, tp_size = runner.model_config, get_attention_tp_size()
+        if config.v_head_dim != config.head_dim:
+            raise Unsupported(
+                f"values of {config.v_head_dim} beside keys of {config.head_dim} dimensions",
+                fix="choose another --attention-backend",
+            )
+        self._group = config.num_attention_heads // tp_size // config.get_num_kv_heads(tp_size)
+        self._max_len = self._req_to_token.shape[1]
+        self._tile = Tile.fit(self._group, self._max_len)
+        self._prefill_tile = self._tile.for_prefill(
+            arch(self._req_to_token.device), config.head_dim, same_bits=self._deterministic
+        )
+        logger.info(
+            "TritonAttention: tiles of %d rows, splits of %d keys; prefill: tiles of %d rows",
+            *(self._tile.rows, self._tile.split, self._prefill_tile.rows),
+        )
+        self._layout: Layout | None = None
+        self._is_prefill = False
+        self._captured: dict[int, Layout] = {}
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Find which rows share which keys, once for all layers, without asking the device."""
+        lines = forward_batch.req_pool_indices
+        self._is_prefill = not forward_batch.forward_mode.is_decode()
+        if self._is_prefill:
+            self._layout = Layout.of_runs(
+                lines,
+                forward_batch.extend_prefix_lens_cpu,
+                forward_batch.extend_seq_lens_cpu,
+                self._req_to_token,
+                self._prefill_tile,
+                self._group,
+            )
+        else:
+            self._layout = self._rows(lines, forward_batch.seq_lens)
+
+    def _rows(self, lines: Tensor, lens: Tensor) -> Layout:
+        return Layout.of_lines(
+            lines, lens, self._req_to_token, self._tile, self._group, self._max_len
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
+        assert self._layout is not None
+        attend = prefill_attention if self._is_prefill else paged_attention
+        k_scale, v_scale = layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
+        window, softcap = self._limits(layer)
+        scale = layer.scaling * k_scale
+        return attend(q, k, v, self._layout, scale, window, softcap, out_scale=v_scale)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Need nothing beforehand: each captured batch size has a layout of its own."""
+
+    def init_forward_metadata_capture_cuda_graph(
+        self,
+        bs: int,
+        num_tokens: int,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+    ) -> None:
+        """Make the layout that a graph for so many rows will read."""
+        if not forward_mode.is_decode():
+            raise Unsupported(f"a graph for {forward_mode}", fix="use --disable-cuda-graph")
+        self._is_prefill = False
+        self._layout = self._captured[bs] = self._rows(req_pool_indices, seq_lens)
+
+    def init_forward_metadata_replay_cuda_graph(
+        self,
+        bs: int,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        seq_lens_sum: int,
+        encoder_lens: Tensor | None,
+        forward_mode: Any,
+        spec_info: Any,
+        seq_lens_cpu: Tensor | None,
+    ) -> None:
+        """Write this step's rows into the layout that the graph reads."""
+        self._captured[bs].copy_(self._rows(req_pool_indices[:bs], seq_lens[:bs]))
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a padded row."""
+        return 1
+
+    def support_triton(self) -> bool:
+        """Let the host use Triton around us where it has a GPU for it."""
+        return torch.cuda.is_available()
