@@ -36,6 +36,8 @@ TRAFFIC = {
     "tensor parallelism (`--tp-size 2`), data parallelism (`--dp-size 2`)": "test_parallel.py",
     "drafts by a model (SGLang's own `TpModelWorker`) and by n-grams": "all of them",
     "attention backends `torch_native` and `outrider`": "test_parity.py",
+    "attention backend `outrider` as Triton kernels, in the interpreter": "test_triton.py",
+    "SGLang's own speculation on ROCm, repaired (`OUTRIDER_REPAIR`)": "test_rocm.py",
     "`return_hidden_states`": "test_requests.py",
     "unseeded sampling (temperature, top-k, top-p, min-p): the law, by chi-square": "test_law.py",
 }
