@@ -87,6 +87,11 @@ class OutriderAttention(AttentionBackend):
         """Attend from each row to its past. q: [N, Hq * D] -> [N, Hq * Dv]."""
         if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
             raise Unsupported(f"attention of type {layer.attn_type}", fix="use a decoder model")
+        if layer.use_irope or layer.xai_temperature_len > 0:
+            raise Unsupported(
+                "scores that change with the position (Llama 4, Grok)",
+                fix="choose another --attention-backend",
+            )
         pool = batch.token_to_kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)

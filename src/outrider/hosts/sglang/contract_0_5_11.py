@@ -15,6 +15,7 @@ from typing import Any
 VERSION = "0.5.11"
 
 _SRT = "sglang.srt."
+_BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
 
 HOOKS: dict[str, str] = {
     "speculative.spec_info.SpeculativeAlgorithm.from_string": "cls name",
@@ -39,9 +40,16 @@ CALLS: dict[str, str] = {
     "server_args.add_deterministic_attention_backend_choices": "choices",
     "server_args.add_radix_supported_deterministic_attention_backend_choices": "choices",
     "layers.attention.attention_registry.register_attention_backend": "name",
-    "layers.attention.base_attn_backend.AttentionBackend.forward": (
-        "self q k v layer forward_batch save_kv_cache **"
+    f"{_BACKEND}.forward": ("self q k v layer forward_batch save_kv_cache **"),
+    f"{_BACKEND}.init_cuda_graph_state": ("self max_bs max_num_tokens"),
+    f"{_BACKEND}.init_forward_metadata_capture_cuda_graph": (
+        "self bs num_tokens req_pool_indices seq_lens encoder_lens forward_mode spec_info"
     ),
+    f"{_BACKEND}.init_forward_metadata_replay_cuda_graph": (
+        "self bs req_pool_indices seq_lens seq_lens_sum encoder_lens forward_mode spec_info "
+        "seq_lens_cpu"
+    ),
+    "layers.dp_attention.get_attention_tp_size": "",
     "layers.sampler.Sampler.forward": (
         "self logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs "
         "positions"
@@ -62,6 +70,9 @@ CALLS: dict[str, str] = {
     ),
     "managers.tp_worker.TpModelWorker.get_memory_pool": "self",
     "mem_cache.common.alloc_token_slots": "tree_cache num_tokens backup_state",
+    "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": (
+        "self layer loc cache_k cache_v k_scale v_scale layer_id_override"
+    ),
     "model_executor.forward_batch_info.ForwardBatch.init_new": "cls batch model_runner",
     "model_executor.model_runner.ModelRunner._preprocess_logits": (
         "self logits_output sampling_info"
@@ -125,9 +136,15 @@ ATTRIBUTES: dict[str, str] = {
         "output_token_ids_logprobs_val output_token_ids_logprobs_idx return_hidden_states "
         "hidden_states require_reasoning req_pool_idx"
     ),
+    "layers.radix_attention.RadixAttention": (
+        "tp_q_head_num qk_head_dim scaling layer_id logit_cap sliding_window_size attn_type "
+        "is_cross_attention use_irope k_scale v_scale k_scale_float v_scale_float "
+        "xai_temperature_len"
+    ),
     "managers.tp_worker.TpModelWorker": "model_config tokenizer world_group _model_runner",
     "model_executor.model_runner.ModelRunner": (
-        "sampler req_to_token_pool is_hybrid_swa use_ngram_embedding page_size use_mla_backend"
+        "sampler req_to_token_pool is_hybrid_swa use_ngram_embedding page_size use_mla_backend "
+        "device model_config"
     ),
     "sampling.penaltylib.orchestrator._BatchedPenalizer": "_orchestrator_ref _is_prepared",
     "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator": "penalizers is_required",
