@@ -69,7 +69,9 @@ def test_one_layout_of_scores_in_every_tile_on_amd(figures, target):
 def test_one_layout_of_scores_in_one_tile_on_nvidia(figures, target):
     """There a tile's size decides its instruction: a server that compares bits uses one tile."""
     layouts = {f["variant"]: f["scores"] for f in attention(figures, target)}
-    assert layouts["paged D128 rows16"] == layouts["prefill D128 rows16"]
+    for tile in ("D64 rows64", "D96 rows64", "D128 rows64", "D128 rows16", "D256 rows32"):
+        assert layouts[f"paged {tile}"] == layouts[f"prefill {tile}"]
+    assert layouts["paged D128 rows64"] != layouts["paged D128 rows16"]
 
 
 @pytest.mark.parametrize("target", ["gfx942", "sm_90"])

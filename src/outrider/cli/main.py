@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -69,3 +70,30 @@ def serve(
     from outrider.cli.serve import run
 
     run(profile, context.args)
+
+
+class Device(str, Enum):
+    """Where kernels run; ROCm's devices are called "cuda" too."""
+
+    cuda = "cuda"
+    cpu = "cpu"
+
+
+@app.command()
+def selftest(
+    device: Annotated[
+        Optional[Device],  # noqa: UP045
+        typer.Option(help="cuda, ROCm too, or cpu: Triton's interpreter. A GPU if there is one."),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="Where selftest.json and selftest.html are written.")
+    ] = Path("outrider-selftest"),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Prove the Triton kernels on this machine, and measure them; see docs/selftest.md."""
+    from outrider.selftest.run import run
+
+    run(device.value if device else None, out, quick, json)

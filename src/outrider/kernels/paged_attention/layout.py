@@ -77,7 +77,8 @@ class Tile:
         width = max(64, 1 << (dim - 1).bit_length())
         options = launch_options(4)
         if not arch.startswith("gfx"):
-            many = width > 128 or (folds and self.rows > 16)
+            # the same for decode and prefill: there warps decide the order of a row's sums
+            many = width > 128 or self.rows > 16
             return {**options, "num_warps": 8 if many else 4, "num_stages": 2}
         # one shape of matrix instruction for all tiles, or rows of two tiles could differ
         options |= {"num_stages": 1, "matrix_instr_nonkdim": 16}
