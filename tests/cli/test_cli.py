@@ -19,15 +19,21 @@ def run(*args, **more):
 
 
 def test_help_is_quick_and_light():
-    """Under half a second, and without torch. The best of three: machines are busy."""
-    times = []
+    """Without torch, and not much slower than the libraries it shows itself with.
+
+    Taking turns, the best of three: machines are busy.
+    """
+    bare, ours = [], []
     for _ in range(3):
         started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import typer, rich.console"], check=True)
+        between = time.perf_counter()
         found = run("--help")
-        times.append(time.perf_counter() - started)
+        bare.append(between - started)
+        ours.append(time.perf_counter() - between)
         assert found.returncode == 0
         assert "demo" in found.stdout
-    assert min(times) < 0.5
+    assert min(ours) < 3 * min(bare)
     check = "import outrider.cli.main, sys; print('torch' in sys.modules)"
     command = [sys.executable, "-c", check]
     found = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -93,13 +93,14 @@ def ask_in_a_storm(server, wishes, concurrency):
             storm.join()
 
 
-def check_traffic(server):
+def check_traffic(server, retracts=True):
     """The run must have met what it claims to survive: drafts kept and lost, retraction."""
     counters = server.metrics()
     drafted = counters["outrider:draft_tokens_total"]
     accepted = counters["outrider:accepted_draft_tokens_total"]
     assert 0 < accepted < drafted
-    assert "Retract requests" in server.log.read_text(), "the cache was not small enough"
+    met = "Retract requests" in server.log.read_text()
+    assert met or not retracts, "the cache was not small enough"
 
 
 def compare_greedy(bare, ours, wishes):

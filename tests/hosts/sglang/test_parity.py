@@ -50,5 +50,6 @@ def test_seeded_as_deterministic_sglang(
     phases = parity.seeded_phases(count, max_new, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_seeded(bare, ours, phases)
-        parity.check_traffic(ours)
+        # on a busy machine the few requests of the larger model may not meet in the cache
+        parity.check_traffic(ours, retracts=count > 100)
     conclude(comparison, 0.0, record_property)
