@@ -6,6 +6,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.registry import make_drafter
 from outrider.drafters.route import RoutedDrafter
+from outrider.drafters.suffix import SuffixDrafter
 
 __all__ = [
     "DraftModel",
@@ -14,5 +15,6 @@ __all__ = [
     "NgramDrafter",
     "NoDrafter",
     "RoutedDrafter",
+    "SuffixDrafter",
     "make_drafter",
 ]

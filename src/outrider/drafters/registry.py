@@ -9,11 +9,16 @@ from typing import Any
 from outrider.core import Drafter, Unsupported
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.suffix import SuffixDrafter
 
 GROUP = "outrider.drafters"
 """The entry point group under which a package offers a drafter: name = "package.module:factory"."""
 
-_OURS: Mapping[str, Callable[..., Drafter]] = {"ngram": NgramDrafter, "none": NoDrafter}
+_OURS: Mapping[str, Callable[..., Drafter]] = {
+    "ngram": NgramDrafter,
+    "none": NoDrafter,
+    "suffix": SuffixDrafter,
+}
 
 
 def make_drafter(name: str, options: Mapping[str, Any]) -> Drafter:

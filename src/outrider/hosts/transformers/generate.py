@@ -24,7 +24,7 @@ from outrider.core import (
     Unsupported,
     step,
 )
-from outrider.drafters import GuardedDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from outrider.drafters import GuardedDrafter, ModelDrafter, NoDrafter, make_drafter
 from outrider.hosts.transformers.host import TransformersHost
 from outrider.hosts.transformers.runner import Exactness, Runner
 from outrider.hosts.transformers.tokenizers import check_same_tokenizer
@@ -127,7 +127,7 @@ def stream(
 
     model: any decoder-only causal LM of Transformers, in eval mode
     input_ids: one prompt or several: a tensor [L] or [B, L] without padding, or lists of ids
-    drafter: "ngram", "none", a smaller model with the same tokenizer, or a Drafter
+    drafter: "ngram", "suffix", "none", a smaller model with the same tokenizer, or a Drafter
     sampling: parameters for all prompts, or for each; greedy by default
     max_drafts: K, the most drafts for a request in one step
     rule: how drafts are verified; "match" emits the tokens of plain decoding with the same seed
@@ -268,12 +268,10 @@ def _drafter(
     tokenizer: Any,
     draft_tokenizer: Any,
 ) -> Drafter:
-    if given is None or given == "none":
+    if given is None:
         return NoDrafter()
-    if given == "ngram":
-        return NgramDrafter()
     if isinstance(given, str):
-        raise Unsupported(f"drafter {given!r}", fix="choose 'ngram', 'none', a model or a Drafter")
+        return make_drafter(given, {})
     if isinstance(given, PreTrainedModel):
         if given is not model:
             check_same_tokenizer(model, given, tokenizer, draft_tokenizer)
