@@ -1,0 +1,95 @@
+"""How long a step takes, learnt from this machine's own steps.
+
+Time against rows is a staircase: flat while memory is the limit, then steps where a kernel or a
+graph takes the next larger tile. So nothing is fitted but a height at each of a few numbers of
+rows, straight lines between them, and never down: more rows never take less time.
+
+Noise is one-sided and now and then large. An observation moves its estimate by a fraction of its
+logarithm's distance, and by no more than CLIP: an outlier is felt a little, a new regime is
+followed within some twenty steps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from itertools import pairwise
+
+KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+RATE = 0.1
+"""How much of its distance an estimate moves, once it has seen 1 / RATE observations."""
+
+CLIP = 0.3
+"""The furthest distance that is believed at once, in logarithms: a third more, or less."""
+
+
+class Curve:
+    """Seconds against a number of rows, never falling."""
+
+    def __init__(self) -> None:
+        self._logs: dict[int, float] = {}
+        self._seen: dict[int, int] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything has been observed."""
+        return bool(self._logs)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Learn how long so many rows took."""
+        knot = KNOTS[min(bisect_left(KNOTS, rows), len(KNOTS) - 1)]
+        value, seen = math.log(max(seconds, 1e-9)), self._seen.get(knot, 0)
+        if not seen:
+            self._logs[knot] = value
+        else:
+            # early observations average; what startles is believed by and by
+            distance = max(-CLIP, min(CLIP, value - self._logs[knot]))
+            self._logs[knot] += distance * max(RATE, 1 / (seen + 1))
+        self._seen[knot] = seen + 1
+
+    def seconds(self, rows: int) -> float:
+        """Return how long so many rows should take; 0 if nothing was ever observed."""
+        points = self._rising()
+        if not points:
+            return 0.0
+        if rows <= points[0][0]:
+            return points[0][1]
+        for (left, low), (right, high) in pairwise(points):
+            if rows <= right:
+                return low + (high - low) * (rows - left) / (right - left)
+        # beyond what was seen: as much for each further row as on average so far
+        last, seconds = points[-1]
+        return seconds * (1 + 0.5 * (rows - last) / last)
+
+    def _rising(self) -> list[tuple[int, float]]:
+        """Return the heights, neighbours that fall pooled into one (weighted by observations)."""
+        pools: list[list[float]] = []  # [sum of weighted seconds, weight, number of knots]
+        knots = sorted(self._logs)
+        for knot in knots:
+            weight = float(min(self._seen[knot], 20))
+            pools.append([math.exp(self._logs[knot]) * weight, weight, 1])
+            while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
+                seconds, weight, count = pools.pop()
+                pools[-1] = [pools[-1][0] + seconds, pools[-1][1] + weight, pools[-1][2] + count]
+        heights = [total / weight for total, weight, count in pools for _ in range(int(count))]
+        return list(zip(knots, heights, strict=True))
+
+
+class StepCost:
+    """The time of a step: a pass of the target, passes of a draft model, and what is around them.
+
+    verify:   a pass of the target, by rows
+    draft:    one pass of the draft model, by requests
+    overhead: all else, by requests
+    """
+
+    def __init__(self) -> None:
+        self.verify, self.draft, self.overhead = Curve(), Curve(), Curve()
+
+    def seconds(self, requests: int, rows: int, draft_passes: int = 0, drafting: int = 0) -> float:
+        """Return the time of a step of so many requests and rows.
+
+        draft_passes: of the draft model, one after the other; drafting: requests in each
+        """
+        time = self.verify.seconds(rows) + self.overhead.seconds(requests)
+        return time + draft_passes * self.draft.seconds(drafting) if draft_passes else time

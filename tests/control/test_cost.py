@@ -1,0 +1,73 @@
+"""The cost model on made-up machines: stairs, noise, and a change of regime."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.control.cost import KNOTS, Curve, StepCost
+
+
+def stairs(rows: int) -> float:
+    """Flat to 16 rows, then a step for every 16."""
+    return 0.1 * (1 + 0.4 * ((rows - 1) // 16))
+
+
+def learn(curve: Curve, machine, steps: int, seed: int = 0, rows=range(1, 49)) -> None:
+    """Observe with noise; one step in twenty is three times as long."""
+    rng = random.Random(seed)
+    for _ in range(steps):
+        n = rng.choice(rows)
+        noise = rng.lognormvariate(0.0, 0.05) * (3.0 if rng.random() < 0.05 else 1.0)
+        curve.observe(n, machine(n) * noise)
+
+
+def test_nothing_is_known_before_anything_is_seen():
+    assert not Curve().is_known
+    assert Curve().seconds(4) == 0.0
+
+
+def test_stairs_are_learnt_through_noise():
+    curve = Curve()
+    learn(curve, stairs, 800)
+    for knot in KNOTS[:11]:
+        assert curve.seconds(knot) == pytest.approx(stairs(knot), rel=0.15)
+    times = [curve.seconds(rows) for rows in range(1, 200)]
+    assert times == sorted(times)
+
+
+def test_a_single_outlier_moves_little():
+    curve = Curve()
+    for _ in range(50):
+        curve.observe(4, 0.1)
+    curve.observe(4, 100.0)
+    assert curve.seconds(4) < 0.104
+
+
+def test_a_new_regime_is_followed():
+    """Another process takes half of the machine: within thirty steps the model knows."""
+    curve = Curve()
+    learn(curve, lambda rows: 0.1, 300, rows=[4])
+    learn(curve, lambda rows: 0.2, 30, rows=[4])
+    assert curve.seconds(4) == pytest.approx(0.2, rel=0.25)
+
+
+def test_what_falls_is_pooled():
+    curve = Curve()
+    for _ in range(10):
+        curve.observe(2, 0.12)
+        curve.observe(4, 0.10)
+        curve.observe(8, 0.20)
+    assert curve.seconds(2) == curve.seconds(3) == curve.seconds(4) == pytest.approx(0.11)
+    assert curve.seconds(6) == pytest.approx(0.155)
+    assert curve.seconds(16) > curve.seconds(8)  # beyond what was seen
+
+
+def test_a_step_is_made_of_its_parts():
+    cost = StepCost()
+    cost.verify.observe(8, 0.3)
+    cost.draft.observe(2, 0.05)
+    cost.overhead.observe(2, 0.01)
+    assert cost.seconds(2, 8) == pytest.approx(0.31)
+    assert cost.seconds(2, 8, draft_passes=3, drafting=2) == pytest.approx(0.46)
