@@ -76,6 +76,27 @@ def test_chains():
     assert not Proposal.of([Draft((1, 2), (ROOT, ROOT), PointMass())]).is_chain
 
 
+def test_confidences_travel_with_the_drafts():
+    sure = Proposal.of([chain([4, 5], confidences=[0.9, 0.5]), chain([6])])
+    assert sure.confidences == (0.9, 0.5, 1.0)
+    other = Proposal.of([chain([7], confidences=[0.25])])
+    joined = Proposal.join([([0, 2], sure), ([1], other)])
+    assert joined.confidences == (0.9, 0.5, 0.25, 1.0)
+    short = joined.cut([1, 0, 5])
+    assert short.tokens.tolist() == [4, 6]
+    assert short.num_drafts == (1, 0, 1)
+    assert short.confidences == (0.9, 1.0)
+    assert Proposal.of([chain([1], Sampled(torch.tensor([[0.0, 1.0]])))]).cut([1]).laws == (
+        PointMass(),
+    )
+
+
+@pytest.mark.parametrize("confidences", [(0.5,), (0.5, 1.5), (0.5, float("nan")), (-0.1, 0.5)])
+def test_confidences_that_are_none_are_faults(confidences):
+    with pytest.raises(DraftFault, match="from 0 to 1"):
+        Proposal.of([chain([4, 5], confidences=confidences)])
+
+
 def test_empty():
     proposal = Proposal.empty(3)
     assert (proposal.batch_size, proposal.num_rows, proposal.max_depth) == (3, 3, 0)

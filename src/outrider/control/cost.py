@@ -1,8 +1,10 @@
 """How long a step takes, learnt from this machine's own steps.
 
 Time against rows is a staircase: flat while memory is the limit, then steps where a kernel or a
-graph takes the next larger tile. So nothing is fitted but a height at each of a few numbers of
-rows, straight lines between them, and never down: more rows never take less time.
+graph takes the next larger tile. So nothing is fitted but a height at each number of rows that was
+seen (from 32 on, at each of a few), and never down: more rows never take less time. Between two of
+them the step is taken to be in the middle, and behind the last there is none. That is hope, and
+hope is tried: a step that lies elsewhere is found by halving.
 
 Noise is one-sided and now and then large. An observation moves its estimate by a fraction of its
 logarithm's distance, and by no more than CLIP: an outlier is felt a little, a new regime is
@@ -15,12 +17,23 @@ import math
 from bisect import bisect_left
 from itertools import pairwise
 
-KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+KNOTS: tuple[int, ...] = (
+    *range(1, 33),
+    *(36, 40, 44, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+)
 RATE = 0.1
 """How much of its distance an estimate moves, once it has seen 1 / RATE observations."""
 
+HOPE = 0.1
+"""By how much what was seen once is hoped to be better than it looked, in logarithms. It shrinks
+with the root of what was seen, so that one unlucky step does not rule a number of rows out."""
+
 CLIP = 0.3
 """The furthest distance that is believed at once, in logarithms: a third more, or less."""
+
+
+def _knot(rows: int) -> int:
+    return KNOTS[min(bisect_left(KNOTS, rows), len(KNOTS) - 1)]
 
 
 class Curve:
@@ -35,9 +48,13 @@ class Curve:
         """Whether anything has been observed."""
         return bool(self._logs)
 
+    def has_seen(self, rows: int) -> bool:
+        """Whether a step of about so many rows has been observed."""
+        return _knot(rows) in self._logs
+
     def observe(self, rows: int, seconds: float) -> None:
         """Learn how long so many rows took."""
-        knot = KNOTS[min(bisect_left(KNOTS, rows), len(KNOTS) - 1)]
+        knot = _knot(rows)
         value, seen = math.log(max(seconds, 1e-9)), self._seen.get(knot, 0)
         if not seen:
             self._logs[knot] = value
@@ -52,22 +69,23 @@ class Curve:
         points = self._rising()
         if not points:
             return 0.0
-        if rows <= points[0][0]:
+        knot = _knot(rows)
+        if knot <= points[0][0]:
             return points[0][1]
         for (left, low), (right, high) in pairwise(points):
-            if rows <= right:
-                return low + (high - low) * (rows - left) / (right - left)
-        # beyond what was seen: as much for each further row as on average so far
-        last, seconds = points[-1]
-        return seconds * (1 + 0.5 * (rows - last) / last)
+            if knot <= right:
+                return high if 2 * knot > left + right else low
+        # more rows than ever seen: hope for the best, and find out
+        return points[-1][1]
 
     def _rising(self) -> list[tuple[int, float]]:
         """Return the heights, neighbours that fall pooled into one (weighted by observations)."""
         pools: list[list[float]] = []  # [sum of weighted seconds, weight, number of knots]
         knots = sorted(self._logs)
         for knot in knots:
-            weight = float(min(self._seen[knot], 20))
-            pools.append([math.exp(self._logs[knot]) * weight, weight, 1])
+            seen = self._seen[knot]
+            weight = float(min(seen, 20))
+            pools.append([math.exp(self._logs[knot] - HOPE / math.sqrt(seen)) * weight, weight, 1])
             while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
                 seconds, weight, count = pools.pop()
                 pools[-1] = [pools[-1][0] + seconds, pools[-1][1] + weight, pools[-1][2] + count]

@@ -95,21 +95,29 @@ class Draft(Generic[L_co]):
 
     tokens:  [K] token ids, parents before children
     parents: [K] index of each draft's parent among `tokens`, or ROOT
+    confidences: [K] how sure the drafter is of each draft, given those before it, from 0 to 1; or
+             nothing, if it cannot say. They decide how many drafts are verified, and nothing else.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     law: L_co
+    confidences: tuple[float, ...] = ()
 
 
 @overload
-def chain(tokens: Sequence[int]) -> Draft[PointMass]: ...
+def chain(tokens: Sequence[int], *, confidences: Sequence[float] = ()) -> Draft[PointMass]: ...
 @overload
-def chain(tokens: Sequence[int], law: Sampled) -> Draft[Sampled]: ...
-def chain(tokens: Sequence[int], law: ChainLaw | None = None) -> Draft[Any]:
+def chain(
+    tokens: Sequence[int], law: Sampled, *, confidences: Sequence[float] = ()
+) -> Draft[Sampled]: ...
+def chain(
+    tokens: Sequence[int], law: ChainLaw | None = None, *, confidences: Sequence[float] = ()
+) -> Draft[Any]:
     """Return a chain of drafts; without a law, nothing is claimed about them."""
     parents = tuple(range(-1, len(tokens) - 1))
-    return Draft(tuple(tokens), parents, PointMass() if law is None else law)
+    claimed = PointMass() if law is None else law
+    return Draft(tuple(tokens), parents, claimed, tuple(confidences))
 
 
 @dataclass(frozen=True)
@@ -120,15 +128,21 @@ class Proposal(Generic[L_co]):
     num_drafts: [B]
     parents:    [M] index of each draft's parent *among its request's drafts*, or ROOT
     laws:       [B]
+    confidences: [M] how sure the drafter is of each draft; 1 where it does not say
     """
 
     tokens: Tensor
     num_drafts: tuple[int, ...]
     parents: tuple[int, ...]
     laws: tuple[L_co, ...]
+    confidences: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         total = sum(self.num_drafts)
+        if not self.confidences:
+            object.__setattr__(self, "confidences", (1.0,) * total)
+        if len(self.confidences) != total or not all(0 <= c <= 1 for c in self.confidences):
+            raise DraftFault(f"{total} drafts need as many confidences, from 0 to 1")
         if self.tokens.shape != (total,) or len(self.parents) != total:
             raise DraftFault(f"{total} drafts announced, {tuple(self.tokens.shape)} given")
         if len(self.laws) != len(self.num_drafts) or any(k < 0 for k in self.num_drafts):
@@ -151,6 +165,9 @@ class Proposal(Generic[L_co]):
             num_drafts=tuple(len(draft.tokens) for draft in drafts),
             parents=tuple(parent for draft in drafts for parent in draft.parents),
             laws=tuple(draft.law for draft in drafts),
+            confidences=tuple(
+                sure for d in drafts for sure in d.confidences or (1.0,) * len(d.tokens)
+            ),
         )
 
     @staticmethod
@@ -171,15 +188,31 @@ class Proposal(Generic[L_co]):
         The places of all parts together are 0, 1, ..., B - 1.
         """
         where = {r: (part, i) for rs, part in parts for i, r in enumerate(rs)}
-        found = [where[r] for r in range(len(where))]
-        spans = [(part, slice(part.starts[i], part.starts[i + 1])) for part, i in found]
+        return Proposal.pick([where[r] for r in range(len(where))])
+
+    @staticmethod
+    def pick(chosen: Sequence[tuple[Proposal[L_co], int]]) -> Proposal[L_co]:
+        """Return a proposal in which each request has the drafts of some request of another."""
+        spans = [(part, slice(part.starts[i], part.starts[i + 1])) for part, i in chosen]
         tokens = [part.tokens[span] for part, span in spans]
         return Proposal(
             tokens=torch.cat(tokens),
-            num_drafts=tuple(part.num_drafts[i] for part, i in found),
+            num_drafts=tuple(part.num_drafts[i] for part, i in chosen),
             parents=tuple(parent for part, span in spans for parent in part.parents[span]),
-            laws=tuple(part.laws[i] for part, i in found),
+            laws=tuple(part.laws[i] for part, i in chosen),
+            confidences=tuple(sure for part, span in spans for sure in part.confidences[span]),
         )
+
+    def cut(self, counts: Sequence[int]) -> Proposal[PointMass]:
+        """Return the first drafts of each chain, so many of each request.
+
+        Nothing is claimed of them any more: a draft left out for what it is would change its law.
+        """
+        drafts = []
+        for r, count in enumerate(counts):
+            span = slice(self.starts[r], min(self.starts[r] + count, self.starts[r + 1]))
+            drafts.append(chain(self.tokens[span].tolist(), confidences=self.confidences[span]))
+        return Proposal.of(drafts)
 
     def to(self, device: torch.device) -> Proposal[L_co]:
         """Return the proposal with its tokens on this device."""

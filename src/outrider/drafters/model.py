@@ -76,6 +76,7 @@ class _State(Generic[S]):
     sequence: S
     drafts: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
     survival: float = 1.0
 
 
@@ -108,7 +109,7 @@ class ModelDrafter(Generic[S]):
         """
         for request in requests:
             state = self._states[request.id]
-            state.drafts, state.laws, state.survival = [], [], 1.0
+            state.drafts, state.laws, state.confidences, state.survival = [], [], [], 1.0
         while eager := self._eager(requests, budget):
             logits = self._model.extend([(s.sequence, self._unread(r, s)) for r, s in eager])
             self._draw(eager, self._fit(logits), budget)
@@ -171,11 +172,13 @@ class ModelDrafter(Generic[S]):
         numbers = zip(drawn.tolist(), confident, strict=True)
         for i, (state, (token, probability)) in enumerate(zip(states, numbers, strict=True)):
             state.drafts.append(token)
+            state.confidences.append(min(1.0, probability))
             state.survival *= probability
             if probs is not None:
                 state.laws.append(probs[i])
 
     def _draft(self, state: _State[S], budget: Budget) -> Draft[Any]:
         if budget.rule == "match" or not state.drafts:
-            return chain(state.drafts)
-        return chain(state.drafts, Sampled(torch.stack(state.laws)))
+            return chain(state.drafts, confidences=state.confidences)
+        law = Sampled(torch.stack(state.laws))
+        return chain(state.drafts, law, confidences=state.confidences)

@@ -28,6 +28,9 @@ ANCHOR = 3
 SPARE = 512
 """How many tokens may wait for a merge."""
 
+TRUST = 4
+"""A match of so many tokens is half as good as an endless one."""
+
 WIDTH = 8
 """How many earlier occurrences are asked: the latest of the longest."""
 
@@ -149,6 +152,15 @@ class Continuation:
     votes: tuple[float, ...]
     length: int
 
+    @property
+    def confidences(self) -> tuple[float, ...]:
+        """How sure to be of each token, given those before it: agreement, and a long match."""
+        trust = self.length / (self.length + TRUST)
+        before = (1.0, *self.votes)
+        return tuple(
+            trust * share / above for share, above in zip(self.votes, before, strict=False)
+        )
+
 
 def vote(index: SuffixIndex, count: int) -> Continuation:
     """Return what most of the earlier occurrences say comes next, token by token."""
@@ -199,7 +211,7 @@ class SuffixDrafter:
         for request, most in zip(requests, budget.max_drafts, strict=True):
             found = vote(self._indices[request.id], most)
             count = sum(share >= self._min_vote for share in found.votes)  # votes only fall
-            drafts.append(chain(found.tokens[:count]))
+            drafts.append(chain(found.tokens[:count], confidences=found.confidences[:count]))
         return Proposal.of(drafts)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
