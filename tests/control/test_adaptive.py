@@ -20,9 +20,10 @@ K = 6
 class Guesser:
     """Drafts the coming text, each token right with a chance that may change."""
 
-    def __init__(self, name, chance, seed=0, known=True):
+    def __init__(self, name, chance, seed=0, known=True, passes=None):
         self.name, self.chance, self.known = name, chance, known
         self.rng, self.asked = random.Random(seed), 0
+        self.passes = passes or (lambda count: None)  # lets time go by
 
     def start(self, requests):
         pass
@@ -31,6 +32,7 @@ class Guesser:
 
     def propose(self, requests, budget):
         self.asked += 1
+        self.passes(max(budget.max_drafts))
         drafts = []
         for request, most in zip(requests, budget.max_drafts, strict=True):
             right = [self.rng.random() < self.chance for _ in range(most)]
@@ -40,7 +42,7 @@ class Guesser:
 
 
 class World:
-    def __init__(self, batch=1, verify=lambda rows: 0.1, draft=lambda n: 0.02, seed=1):
+    def __init__(self, batch=1, verify=lambda rows: 0.1, draft=0.02, seed=1):
         self.requests = [
             SimpleNamespace(id=r, output=[], text=lambda i, r=r: self.emitted[r] + i)
             for r in range(batch)
@@ -52,19 +54,16 @@ class World:
     def noise(self):
         return self.rng.lognormvariate(0, 0.05)
 
-    def step(self, drafter, model=None):
+    def clock(self):
+        return self.seconds
+
+    def draft_passes(self, count):
+        self.seconds += count * self.draft * self.noise()
+
+    def step(self, drafter):
         budget = Budget((K,) * len(self.requests), "match", KeyedCoins(), trees=False)
-        asked = model.asked if model else 0
         proposal = drafter.propose(self.requests, budget)
-        if model and model.asked > asked:
-            passes = max(drafter._tried[r.id].asked for r in self.requests)
-            spent = passes * self.draft(len(self.requests)) * self.noise()
-            self.seconds += spent
-            drafter.timed_draft(len(self.requests), passes, spent)
-        took = self.verify(proposal.num_rows) * self.noise()
-        self.seconds += took
-        if hasattr(drafter, "timed"):
-            drafter.timed(len(self.requests), proposal.num_rows, took)
+        self.seconds += self.verify(proposal.num_rows) * self.noise()
         tokens = proposal.tokens.tolist()
         outcomes = []
         for r, request in enumerate(self.requests):
@@ -80,11 +79,11 @@ class World:
             self.emitted[r] += len(outcome.tokens)
         self.drafts.append(proposal.num_drafts)
 
-    def run(self, drafter, steps, model=None):
+    def run(self, drafter, steps):
         """Return tokens a second over these steps."""
         tokens, seconds = sum(self.emitted), self.seconds
         for _ in range(steps):
-            self.step(drafter, model)
+            self.step(drafter)
         return (sum(self.emitted) - tokens) / (self.seconds - seconds)
 
 
@@ -111,7 +110,8 @@ def stairs(rows):
 def test_as_good_as_the_best_fixed_number_of_drafts(chance, batch, verify):
     """And so never much slower than plain decoding, which is one of them."""
     fixed = [World(batch, verify).run(Fixed(Guesser("free", chance), k), 400) for k in range(K + 1)]
-    world, drafter = World(batch, verify), AdaptiveDrafter({"free": Guesser("free", chance)})
+    world = World(batch, verify)
+    drafter = AdaptiveDrafter({"free": Guesser("free", chance)}, clock=world.clock)
     world.run(drafter, 60)
     assert world.run(drafter, 400) >= 0.95 * max(fixed)
 
@@ -134,8 +134,8 @@ def test_requests_are_served_by_who_serves_them_best():
                 drafts.append(chain(tokens, confidences=[0.5] * most))
             return Proposal.of(drafts)
 
-    drafter = AdaptiveDrafter({"a": Half("a", 0), "b": Half("b", 1)})
     world = World(4, stairs)
+    drafter = AdaptiveDrafter({"a": Half("a", 0), "b": Half("b", 1)}, clock=world.clock)
     world.run(drafter, 60)
     assert [drafter._tried[r].used for r in range(4)] == ["a", "b", "a", "b"]
     assert good.asked == bad.asked == 0
@@ -144,7 +144,8 @@ def test_requests_are_served_by_who_serves_them_best():
 def test_a_change_of_text_is_followed():
     """Prose, then a long copy: how many steps until the drafts are long again."""
     free = Guesser("free", 0.05)
-    world, drafter = World(1, lambda rows: 0.02 * (4 + rows)), AdaptiveDrafter({"free": free})
+    world = World(1, lambda rows: 0.02 * (4 + rows))
+    drafter = AdaptiveDrafter({"free": free}, clock=world.clock)
     world.run(drafter, 100)
     assert sum(d[0] for d in world.drafts[-20:]) <= 20
     free.chance = 0.97
@@ -153,7 +154,8 @@ def test_a_change_of_text_is_followed():
 
 
 def test_unknown_batch_sizes_start_plain():
-    world, drafter = World(3), AdaptiveDrafter({"free": Guesser("free", 0.9)})
+    world = World(3)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.9)}, clock=world.clock)
     world.run(drafter, 2)
     assert world.drafts[0] == (0, 0, 0)
     assert sum(world.drafts[1]) > 0
@@ -161,13 +163,14 @@ def test_unknown_batch_sizes_start_plain():
 
 def test_a_drafter_without_confidence_is_calibrated_too():
     world = World(1, lambda rows: 0.05 * (4 + rows))
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.1, known=False)})
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.1, known=False)}, clock=world.clock)
     world.run(drafter, 100)
     assert sum(d[0] for d in world.drafts[-20:]) <= 20
 
 
 def test_requests_that_end_are_forgotten():
-    world, drafter = World(2), AdaptiveDrafter({"free": Guesser("free", 0.9)})
+    world = World(2)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.9)}, clock=world.clock)
     drafter.start(world.requests)
     world.run(drafter, 5)
     drafter.stop(world.requests)
@@ -177,13 +180,13 @@ def test_requests_that_end_are_forgotten():
 
 @pytest.mark.parametrize(("pass_seconds", "wanted"), [(0.01, True), (0.2, False)])
 def test_a_model_drafts_where_it_is_worth_its_passes(pass_seconds, wanted):
-    model = Guesser("model", 0.85)
-    world = World(1, lambda rows: 0.1, lambda n: pass_seconds)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.1)}, model)
-    world.run(drafter, 100, model)
+    world = World(1, lambda rows: 0.1, pass_seconds)
+    model = Guesser("model", 0.85, passes=world.draft_passes)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.1)}, model, clock=world.clock)
+    world.run(drafter, 100)
     asked = model.asked
-    world.run(drafter, 4 * EXPLORE, model)
+    world.run(drafter, 4 * EXPLORE)
     share = (model.asked - asked) / (4 * EXPLORE)
     assert share > 0.9 if wanted else share < 0.05  # tried again now and then
     plain = 1 / 0.1
-    assert world.run(drafter, 4 * EXPLORE, model) > (2 * plain if wanted else 0.97 * plain)
+    assert world.run(drafter, 4 * EXPLORE) > (2 * plain if wanted else 0.97 * plain)

@@ -10,13 +10,17 @@ Every step, for the requests at hand:
    one of the plans, and the others must beat it by a margin.
 4. If the model drafted, its own confidence is known now: the chains are cut once more.
 
+Times need no help from the host: from a proposal to its outcome is the target's pass, and the
+model's passes happen inside.
+
 What is not tried is not forgotten. Free drafters are scored on what was emitted, used or not; the
 model is tried again every EXPLORE steps; a batch size never seen starts with a plain step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, repeat
@@ -43,13 +47,11 @@ class _Tried:
 
     offers: by free drafter, its tokens and confidences
     used: the drafter whose drafts are verified, and their confidences
-    asked: how many drafts the model was asked for
     """
 
     offers: dict[str, tuple[list[int], Sequence[float]]] = field(default_factory=dict)
     used: str = ""
     confidences: Sequence[float] = ()
-    asked: int = 0
 
 
 class AdaptiveDrafter:
@@ -57,16 +59,22 @@ class AdaptiveDrafter:
 
     free: drafters that cost next to nothing, by name
     model: one that costs passes, or None
-    cost: what steps take; told by the host through `timed`
+    margin: by which share a plan must promise more than a simpler one
+    clock: seconds, from anywhere
     """
 
     name = "adaptive"
 
     def __init__(
-        self, free: Mapping[str, Drafter], model: Drafter | None = None, margin: float = MARGIN
+        self,
+        free: Mapping[str, Drafter],
+        model: Drafter | None = None,
+        margin: float = MARGIN,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.acceptance, self.cost = Acceptance(), StepCost()
-        self._free, self._model, self._margin = dict(free), model, margin
+        self._free, self._model, self._margin, self._clock = dict(free), model, margin, clock
+        self._proposed: tuple[float, int] | None = None  # when, and how many rows
         self._tried: dict[int, _Tried] = {}
         self._idle = 0  # steps since the model was last asked
 
@@ -87,29 +95,20 @@ class AdaptiveDrafter:
             self.acceptance.forget(request.id)
             self._tried.pop(request.id, None)
 
-    def timed(self, requests: int, rows: int, verify: float, overhead: float = 0.0) -> None:
-        """Learn what a step took, in seconds: the target's pass, and what is around it."""
-        self.cost.verify.observe(rows, verify)
-        if overhead > 0:
-            self.cost.overhead.observe(requests, overhead)
-
-    def timed_draft(self, requests: int, passes: int, seconds: float) -> None:
-        """Learn what so many passes of the draft model took."""
-        if passes:
-            self.cost.draft.observe(requests, seconds / passes)
-
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Return what is expected to emit the most tokens a second."""
+        proposal = self._plan(requests, budget)
+        self._proposed = (self._clock(), proposal.num_rows)
+        return proposal
+
+    def _plan(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         tried = self._tried = {request.id: _Tried() for request in requests}
         offers, names, survival = self._free_offers(requests, budget)
         batch = len(requests)
         if not self.cost.verify.has_seen(batch):
             return Proposal.empty(batch)
 
-        def verify(rows: int) -> float:
-            return self.cost.seconds(batch, rows)
-
-        best = choose(survival, verify, self._margin)
+        best = choose(survival, self.cost.seconds, self._margin)
         depth, users = self._consult(requests, budget, survival, best)
         if depth:
             drafted = self._ask(requests, budget, depth, users)
@@ -118,7 +117,7 @@ class AdaptiveDrafter:
                 names[r] = self._model_name
                 survival[r] = self._survival(names[r], requests[r], _sure(drafted, r))
             # the model's passes are paid for: only the rows are weighed now
-            best = choose(survival, verify)
+            best = choose(survival, self.cost.seconds)
         proposal = offers.cut(best.counts)
         for r, request in enumerate(requests):
             tried[request.id].used = names[r]
@@ -127,6 +126,9 @@ class AdaptiveDrafter:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Learn from what became of the drafts, and from what others would have drafted."""
+        if self._proposed is not None:
+            (when, rows), self._proposed = self._proposed, None
+            self.cost.verify.observe(rows, self._clock() - when)
         for outcome in outcomes:
             tried = self._tried.get(outcome.request.id)
             # a request that ended may have ended inside its accepted drafts
@@ -208,14 +210,12 @@ class AdaptiveDrafter:
                 chains.append(own if r in drafting else survival[r])
             if not drafting:
                 break
-            seconds = partial(self._seconds, len(requests), d, len(drafting))
-            found = choose(chains, seconds)
+            found = choose(
+                chains, partial(self.cost.seconds, draft_passes=d, drafting=len(drafting))
+            )
             if found.goodput > best:
                 best, depth, users = found.goodput, d, drafting
         return depth, users
-
-    def _seconds(self, batch: int, passes: int, drafting: int, rows: int) -> float:
-        return self.cost.seconds(batch, rows, passes, drafting)
 
     def _ask(
         self, requests: Sequence[Request], budget: Budget, depth: int, users: set[int]
@@ -223,9 +223,12 @@ class AdaptiveDrafter:
         assert self._model is not None
         self._idle = 0
         most = tuple(min(depth, k) if r in users else 0 for r, k in enumerate(budget.max_drafts))
-        for request, count in zip(requests, most, strict=True):
-            self._tried[request.id].asked = count
-        return self._model.propose(requests, replace(budget, max_drafts=most))
+        started = self._clock()
+        drafted = self._model.propose(requests, replace(budget, max_drafts=most))
+        # it may have stopped before `depth`; a pass also reads what was emitted since the last
+        passes = max(1, *drafted.num_drafts)
+        self.cost.draft.observe(len(users), (self._clock() - started) / passes)
+        return drafted
 
 
 def _sure(proposal: Proposal[Law], r: int) -> Sequence[float]:

@@ -94,20 +94,19 @@ class Curve:
 
 
 class StepCost:
-    """The time of a step: a pass of the target, passes of a draft model, and what is around them.
+    """The time of a step: a pass of the target with all around it, and passes of a draft model.
 
-    verify:   a pass of the target, by rows
-    draft:    one pass of the draft model, by requests
-    overhead: all else, by requests
+    verify: a pass of the target, by rows
+    draft:  one pass of the draft model, by requests
     """
 
     def __init__(self) -> None:
-        self.verify, self.draft, self.overhead = Curve(), Curve(), Curve()
+        self.verify, self.draft = Curve(), Curve()
 
-    def seconds(self, requests: int, rows: int, draft_passes: int = 0, drafting: int = 0) -> float:
-        """Return the time of a step of so many requests and rows.
+    def seconds(self, rows: int, draft_passes: int = 0, drafting: int = 0) -> float:
+        """Return the time of a step of so many rows.
 
         draft_passes: of the draft model, one after the other; drafting: requests in each
         """
-        time = self.verify.seconds(rows) + self.overhead.seconds(requests)
+        time = self.verify.seconds(rows)
         return time + draft_passes * self.draft.seconds(drafting) if draft_passes else time

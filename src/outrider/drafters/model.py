@@ -119,7 +119,9 @@ class ModelDrafter(Generic[S]):
         """Forget what was drafted in vain."""
         for outcome in outcomes:
             state = self._states[outcome.request.id]
-            pairs = zip(state.drafts, outcome.tokens, strict=False)
+            # the last token is always read anew: drafting goes on from its logits. Drafts that were
+            # not verified may reach up to it.
+            pairs = zip(state.drafts, outcome.tokens[:-1], strict=False)
             right = outcome.request.length + len(list(takewhile(lambda p: p[0] == p[1], pairs)))
             if state.sequence.length > right:
                 self._model.truncate(state.sequence, right)

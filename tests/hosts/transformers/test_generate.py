@@ -10,8 +10,9 @@ from adversaries import RandomDrafter, shallow
 from transformers import AutoModelForCausalLM
 
 import outrider
+from outrider.control import AdaptiveDrafter
 from outrider.core import FinishReason
-from outrider.drafters import ModelDrafter
+from outrider.drafters import ModelDrafter, NgramDrafter
 from outrider.hosts.transformers import NAME, Runner, TransformersHost
 
 TEXTS = ["The outrider", "At the bridge the toll-keeper", "The road was"]
@@ -43,6 +44,25 @@ def test_greedy_is_that_of_transformers(pair, which, exactness):
     assert done.outputs == [hf_greedy(target, prompt) for prompt in prompts]
     assert done.stats.accepted > 0 or which in ("none", "suffix")  # too short for a suffix
     assert not done.stats.fallbacks
+
+
+@pytest.mark.parametrize("exactness", ["law", "bitwise"])
+def test_control_decides_how_much_and_nothing_else(pair, exactness):
+    """Free drafters alone, and beside a draft model."""
+    target, draft, tok, prompts = pair
+    alone = "adaptive"
+    beside = AdaptiveDrafter(
+        {"ngram": NgramDrafter()},
+        ModelDrafter(Runner(draft), target.config.vocab_size, min_survival=0.0),
+    )
+    for drafter in (alone, beside):
+        done = outrider.generate(
+            target, prompts, drafter=drafter, sampling={"max_tokens": 60}, exactness=exactness
+        )
+        assert done.outputs == [hf_greedy(target, prompt) for prompt in prompts]
+        assert not done.stats.fallbacks
+        assert done.stats.drafted > 0
+    assert beside.cost.draft.is_known
 
 
 @pytest.mark.parametrize("rule", ["residual", "block"])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.control import AdaptiveDrafter
 from outrider.core import (
     Budget,
     Drafter,
@@ -24,7 +25,14 @@ from outrider.core import (
     Unsupported,
     step,
 )
-from outrider.drafters import GuardedDrafter, ModelDrafter, NoDrafter, make_drafter
+from outrider.drafters import (
+    GuardedDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    SuffixDrafter,
+    make_drafter,
+)
 from outrider.hosts.transformers.host import TransformersHost
 from outrider.hosts.transformers.runner import Exactness, Runner
 from outrider.hosts.transformers.tokenizers import check_same_tokenizer
@@ -127,7 +135,8 @@ def stream(
 
     model: any decoder-only causal LM of Transformers, in eval mode
     input_ids: one prompt or several: a tensor [L] or [B, L] without padding, or lists of ids
-    drafter: "ngram", "suffix", "none", a smaller model with the same tokenizer, or a Drafter
+    drafter: "ngram", "suffix", "adaptive" (both, as far as they pay), "none", a smaller model with
+        the same tokenizer, or a Drafter
     sampling: parameters for all prompts, or for each; greedy by default
     max_drafts: K, the most drafts for a request in one step
     rule: how drafts are verified; "match" emits the tokens of plain decoding with the same seed
@@ -270,6 +279,11 @@ def _drafter(
 ) -> Drafter:
     if given is None:
         return NoDrafter()
+    if given == AdaptiveDrafter.name:
+        # how far to trust a vote is for the control to learn
+        return AdaptiveDrafter(
+            {"suffix": SuffixDrafter(min_vote=0.0), "ngram": NgramDrafter()},
+        )
     if isinstance(given, str):
         return make_drafter(given, {})
     if isinstance(given, PreTrainedModel):
