@@ -1,4 +1,4 @@
-"""How much to speculate, and with whom. So far no host uses it: the number of drafts is fixed.
+"""How much to speculate, and with whom: `drafter="adaptive"`. New, and not benchmarked yet.
 
 * `acceptance`: how likely a draft is to be accepted
 * `cost`: how long a step takes on this machine

@@ -122,7 +122,7 @@ FIELDS: dict[str, str] = {
         "pp_size page_size disaggregation_mode enable_dp_attention enable_hierarchical_cache "
         "enable_lora lora_paths enable_two_batch_overlap enable_pdmux enable_hisparse "
         "dllm_algorithm is_embedding speculative_adaptive speculative_token_map "
-        "enable_multi_layer_eagle"
+        "enable_multi_layer_eagle tp_size"
     ),
 }
 """What we read or replace in the host's dataclasses."""

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
+from outrider.control import AdaptiveDrafter
 from outrider.core import Drafter, Unsupported
-from outrider.drafters import GuardedDrafter, ModelDrafter, RoutedDrafter, make_drafter
+from outrider.drafters import (
+    GuardedDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    RoutedDrafter,
+    SuffixDrafter,
+    make_drafter,
+)
 from outrider.hosts.sglang.draft_model import SglangDraftModel
-from outrider.hosts.sglang.profile import MODEL, Profile
+from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, Profile
 from outrider.hosts.tokenizers import check_same_tokens
 
 
@@ -39,7 +48,9 @@ class Drafters:
         guards: dict[str, GuardedDrafter] = {}
         for name in names:
             options = profile.drafters.get(name, {})
-            if name == MODEL and model is not None:
+            if name == ADAPTIVE:
+                guards[name] = GuardedDrafter(_adaptive(vocab_size, model, options), vocab_size)
+            elif name == MODEL and model is not None:
                 # it runs where the target runs, and would only be in its own way in a thread
                 drafter: Drafter = ModelDrafter(model, vocab_size, **options)
                 guards[name] = GuardedDrafter(drafter, vocab_size)
@@ -54,6 +65,18 @@ class Drafters:
         for guard in self.guards.values():
             total.update(guard.fallbacks)
         return total
+
+
+def _adaptive(
+    vocab_size: int, model: SglangDraftModel | None, options: Mapping[str, Any]
+) -> AdaptiveDrafter:
+    """Return the drafter that chooses among all others. How far to go is for it to learn."""
+    free: dict[str, Drafter] = {"suffix": SuffixDrafter(min_vote=0.0), "ngram": NgramDrafter()}
+    drafts = None if model is None else ModelDrafter(model, vocab_size, min_survival=0.0)
+    try:
+        return AdaptiveDrafter(free, drafts, **options)
+    except TypeError as error:
+        raise Unsupported(f"drafter {ADAPTIVE!r} with {dict(options)}", fix=str(error)) from error
 
 
 def _chosen(request: Any) -> str:

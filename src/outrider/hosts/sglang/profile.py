@@ -30,6 +30,9 @@ REQUEST_KEY = "outrider"
 MODEL = "model"
 """The drafter that runs SGLang's draft model."""
 
+ADAPTIVE = "adaptive"
+"""The drafter that chooses among the others, and how much, by measured goodput."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -39,7 +42,7 @@ class Profile(_Strict):
     """How the server drafts.
 
     drafter: who drafts, unless a request says otherwise; by default `model` if there is a draft
-        model, else `ngram`
+        model, else `ngram`; `adaptive` chooses among them, and may choose plain decoding
     drafters: options for drafters, by name. A request may choose among these and the default.
     draft_timeout: seconds after which a step goes on without drafts. It does not bound a draft
         model, which runs where the target runs.

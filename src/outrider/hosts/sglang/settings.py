@@ -7,7 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.core import Unsupported
-from outrider.hosts.sglang.profile import MODEL, REPAIR_VARIABLE, load_profile, repair_wanted
+from outrider.hosts.sglang.profile import (
+    ADAPTIVE,
+    MODEL,
+    REPAIR_VARIABLE,
+    load_profile,
+    repair_wanted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +60,12 @@ def apply(server_args: Any) -> None:
         raise Unsupported(
             "the profile's drafter 'model' without a draft model",
             fix="add --speculative-draft-model-path",
+        )
+
+    if ADAPTIVE in (profile.drafter, *profile.drafters) and server_args.tp_size > 1:
+        raise Unsupported(
+            "the drafter 'adaptive' with --tp-size above 1: each rank would trust its own clock",
+            fix="choose 'model', 'suffix' or 'ngram', or use --dp-size",
         )
 
     steps, rows = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens

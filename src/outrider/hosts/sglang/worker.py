@@ -30,7 +30,7 @@ from outrider.core import (
 )
 from outrider.hosts.sglang.drafting import Drafters, make_draft_model
 from outrider.hosts.sglang.metrics import Metrics
-from outrider.hosts.sglang.profile import MODEL, load_profile
+from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, load_profile
 from outrider.hosts.sglang.roster import LiveRequest, Roster
 from outrider.hosts.sglang.rows import Block, Penalties, sample, verify_batch
 from outrider.kernels.sample_match import DeviceCoins
@@ -163,7 +163,7 @@ class OutriderWorker:
         if model is None or int(plain.seq_lens_cpu.max()) > model.max_length:
             return
         wishes = [self._roster.wishes(req) for req in plain.reqs]
-        if not any(name == MODEL and most for name, most in wishes):
+        if not any(name in (ADAPTIVE, MODEL) and most for name, most in wishes):
             return
         try:
             model.prefill(plain)

@@ -1,0 +1,67 @@
+"""A server whose drafts are chosen by goodput: the answers stay those of plain decoding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import workload
+
+from outrider.core import Unsupported
+from outrider.hosts.sglang import settings
+from outrider.hosts.sglang.drafting import Drafters
+from outrider.hosts.sglang.profile import Profile
+
+FLAGS = [
+    *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
+    *("--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics"),
+    *("--enable-deterministic-inference", "--speculative-algorithm", "OUTRIDER"),
+    *("--speculative-num-steps", "6"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(launch, model_dir, noisy, tmp_path_factory):
+    model = model_dir("stories15m")
+    path = tmp_path_factory.mktemp("profile") / "profile.yaml"
+    path.write_text("drafter: adaptive\n")
+    draft = ["--speculative-draft-model-path", str(noisy(model))]
+    return launch("adaptive", model, *FLAGS, *draft, OUTRIDER_CONFIG=str(path)).wait()
+
+
+def wish(i: int, **options):
+    params = {"temperature": 0.7 * (i % 2), "sampling_seed": i, "max_new_tokens": 40}
+    params |= {"ignore_eos": True, "custom_params": {"outrider": options}}
+    text = workload.OPENINGS[i % len(workload.OPENINGS)]
+    return "/generate", {"text": text, "sampling_params": params, "return_logprob": True}
+
+
+def test_the_answers_are_those_of_plain_decoding(server):
+    """One by one, then eight at a time: tokens and logprobs, bit for bit."""
+
+    def logprobs(answers):
+        return [answer["meta_info"]["output_token_logprobs"] for answer in answers]
+
+    plain = server.ask_all([wish(i, max_drafts=0) for i in range(16)], 8)
+    for concurrency in (1, 8):
+        found = server.ask_all([wish(i) for i in range(16)], concurrency)
+        assert logprobs(found) == logprobs(plain)
+    counters = server.metrics()
+    drafted = counters["outrider:draft_tokens_total"]
+    assert 0 < counters["outrider:accepted_draft_tokens_total"] < drafted
+    assert not counters.get("outrider:fallbacks_total")
+
+
+def test_ranks_must_not_trust_their_own_clocks(monkeypatch):
+    monkeypatch.setattr(settings, "load_profile", lambda: Profile(drafter="adaptive"))
+    monkeypatch.setattr(settings, "REFUSED", ())
+    args = SimpleNamespace(tp_size=2, speculative_draft_model_path=None)
+    with pytest.raises(Unsupported, match="tp-size"):
+        settings.apply(args)
+
+
+def test_options_are_checked():
+    with pytest.raises(Unsupported, match="no_such"):
+        Drafters.make(
+            Profile(drafters={"adaptive": {"no_such": 1}}), ["adaptive"], vocab_size=9, model=None
+        )
