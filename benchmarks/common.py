@@ -97,9 +97,9 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write(topic: str, result: dict[str, Any]) -> None:
-    """Write benchmarks/results/<topic>.json."""
-    file = Path(__file__).parent / "results" / f"{topic}.json"
-    file.parent.mkdir(exist_ok=True)
+def write(topic: str, result: dict[str, Any], file: Path | None = None) -> None:
+    """Write benchmarks/results/<topic>.json, or another file."""
+    file = file or Path(__file__).parent / "results" / f"{topic}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"provenance": provenance(), **result}, indent=2) + "\n")
     print(f"wrote {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")

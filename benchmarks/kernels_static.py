@@ -10,7 +10,6 @@ versions of one loop. Gates on these figures: tests/kernels/test_static.py.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are imported
 
-from common import provenance
+from common import write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -38,7 +37,6 @@ COLUMNS = {
     "bytes/key": "bytes_loaded",
     "cycles/key": "cycles",
 }
-RESULT = Path(__file__).parent / "results" / "kernels_static.json"
 
 
 def host_variants() -> Iterator[Variant]:
@@ -119,7 +117,7 @@ def main() -> None:
     """Compile, print a table, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=TARGETS)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="instead of the committed file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
     args = parser.parse_args()
@@ -138,9 +136,7 @@ def main() -> None:
     with ProcessPoolExecutor(args.jobs) as pool:
         done = pool.map(_one, jobs)
         rows = list(track(done, "compiling", len(jobs), console=Console(stderr=True)))
-    result = {"command": "python benchmarks/kernels_static.py", "host": host, "figures": rows}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**provenance(), **result}, indent=1) + "\n")
+    write("kernels_static", {"host": host, "figures": rows}, args.out)
     if args.markdown:
         _print_pairs({(row["target"], row["variant"]): row for row in rows})
         return

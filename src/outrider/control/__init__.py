@@ -7,8 +7,16 @@
 """
 
 from outrider.control.acceptance import Acceptance
-from outrider.control.adaptive import AdaptiveDrafter
+from outrider.control.adaptive import AdaptiveDrafter, adaptive_drafter
 from outrider.control.cost import Curve, StepCost
 from outrider.control.policy import Choice, choose
 
-__all__ = ["Acceptance", "AdaptiveDrafter", "Choice", "Curve", "StepCost", "choose"]
+__all__ = [
+    "Acceptance",
+    "AdaptiveDrafter",
+    "Choice",
+    "Curve",
+    "StepCost",
+    "adaptive_drafter",
+    "choose",
+]

@@ -25,11 +25,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, repeat
 from operator import mul
+from typing import Any
 
 from outrider.control.acceptance import Acceptance
 from outrider.control.cost import StepCost
 from outrider.control.policy import Choice, choose
 from outrider.core import Budget, Drafter, Law, Outcome, Proposal, Request
+from outrider.drafters import NgramDrafter, SuffixDrafter
 
 MARGIN = 0.05
 """By which share drafting must promise more than plain decoding, and a model more than without."""
@@ -198,14 +200,15 @@ class AdaptiveDrafter:
         if able and (not self.cost.draft.is_known or self._idle > EXPLORE):
             return 1, able
         ahead = _AHEAD.format(self._model.name)
+        chances = [self.acceptance.chances(ahead, request.id, [1.0])[0] for request in requests]
+        worth = [sum(chain) for chain in survival]
         best, depth, users = without.goodput * (1 + self._margin), 0, set[int]()
         for d in range(1, max(budget.max_drafts, default=0) + 1):
             chains: list[Sequence[float]] = []
             drafting = set()
-            for r, request in enumerate(requests):
-                [chance] = self.acceptance.chances(ahead, request.id, [1.0])
+            for r, chance in enumerate(chances):
                 own = list(accumulate(repeat(chance, min(d, budget.max_drafts[r])), mul))
-                if sum(own) > sum(survival[r]):
+                if sum(own) > worth[r]:
                     drafting.add(r)
                 chains.append(own if r in drafting else survival[r])
             if not drafting:
@@ -229,6 +232,16 @@ class AdaptiveDrafter:
         passes = max(1, *drafted.num_drafts)
         self.cost.draft.observe(len(users), (self._clock() - started) / passes)
         return drafted
+
+
+def adaptive_drafter(model: Drafter | None = None, **options: Any) -> AdaptiveDrafter:
+    """Return one that chooses among all free drafters, a draft model and none.
+
+    Nobody is to hold back: how far to go is for the control to learn.
+    """
+    return AdaptiveDrafter(
+        {"suffix": SuffixDrafter(min_vote=0.0), "ngram": NgramDrafter()}, model, **options
+    )
 
 
 def _sure(proposal: Proposal[Law], r: int) -> Sequence[float]:

@@ -42,6 +42,7 @@ class Curve:
     def __init__(self) -> None:
         self._logs: dict[int, float] = {}
         self._seen: dict[int, int] = {}
+        self._points: list[tuple[int, float]] | None = None  # worked out when first asked for
 
     @property
     def is_known(self) -> bool:
@@ -54,6 +55,7 @@ class Curve:
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn how long so many rows took."""
+        self._points = None
         knot = _knot(rows)
         value, seen = math.log(max(seconds, 1e-9)), self._seen.get(knot, 0)
         if not seen:
@@ -66,7 +68,9 @@ class Curve:
 
     def seconds(self, rows: int) -> float:
         """Return how long so many rows should take; 0 if nothing was ever observed."""
-        points = self._rising()
+        if self._points is None:
+            self._points = self._rising()
+        points = self._points
         if not points:
             return 0.0
         knot = _knot(rows)

@@ -55,12 +55,17 @@ def choose(
     slots.sort()
     if max_rows is not None:
         slots = slots[: max(0, max_rows - batch)]
-    plain = best = Choice((0,) * batch, float(batch), seconds(batch))
-    counts, tokens, floor = [0] * batch, float(batch), plain.goodput * (1 + margin)
-    for m, (negative, _, r) in enumerate(slots, 1):
-        counts[r] += 1
+    plain = Choice((0,) * batch, float(batch), seconds(batch))
+    tokens, floor, taken = float(batch), plain.goodput * (1 + margin), 0
+    for m, (negative, _, _) in enumerate(slots, 1):
         tokens -= negative
-        time = seconds(batch + m)
-        if tokens / time > max(floor, best.goodput):
-            best = Choice(tuple(counts), tokens, time)
-    return best
+        goodput = tokens / seconds(batch + m)
+        if goodput > floor:
+            floor, taken = goodput, m
+    if not taken:
+        return plain
+    counts = [0] * batch
+    for _, _, r in slots[:taken]:
+        counts[r] += 1
+    expected = batch - sum(negative for negative, _, _ in slots[:taken])
+    return Choice(tuple(counts), expected, seconds(batch + taken))

@@ -208,10 +208,10 @@ class Proposal(Generic[L_co]):
 
         Nothing is claimed of them any more: a draft left out for what it is would change its law.
         """
-        drafts = []
+        drafts, tokens = [], self.tokens.tolist()
         for r, count in enumerate(counts):
             span = slice(self.starts[r], min(self.starts[r] + count, self.starts[r + 1]))
-            drafts.append(chain(self.tokens[span].tolist(), confidences=self.confidences[span]))
+            drafts.append(chain(tokens[span], confidences=self.confidences[span]))
         return Proposal.of(drafts)
 
     def to(self, device: torch.device) -> Proposal[L_co]:

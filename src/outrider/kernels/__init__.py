@@ -22,6 +22,16 @@ def use_triton(device: torch.device) -> bool:
     return asked == "triton" or (asked is None and device.type == "cuda")
 
 
+def arch(device: torch.device) -> str:
+    """Return the processor that kernels for this device are compiled for; CPU: the interpreter."""
+    if device.type != "cuda":
+        return "gfx942"
+    if torch.version.hip:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
 def launch_options(num_warps: int) -> dict[str, Any]:
     """Return the options that every launch has.
 

@@ -16,7 +16,6 @@ Set TRITON_INTERPRET=1 before the first kernel is imported.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,11 +52,6 @@ class Traffic:
     def add(self, address: int, count: int) -> None:
         """Count bytes read of the tensor at an address."""
         self._by_address[address] += count
-
-
-def active() -> bool:
-    """Return whether kernels imported now run in the interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @contextmanager

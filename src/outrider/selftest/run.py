@@ -75,7 +75,7 @@ def prepare(device: str | None, quick: bool) -> Setting:
         )
     elif os.environ.get(INTERPRET) == "1":
         raise Unsupported(f"{INTERPRET}=1 would interpret the kernels", fix=f"unset {INTERPRET}")
-    from outrider.kernels.paged_attention.layout import arch
+    from outrider.kernels import arch
     from outrider.selftest.check import Setting
 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang.attention import OutriderAttention
+from outrider.kernels import arch
 from outrider.kernels.paged_attention import Layout, Tile, paged_attention
-from outrider.kernels.paged_attention.layout import arch
 from outrider.kernels.prefill_attention import prefill_attention
 
 logger = logging.getLogger(__name__)

@@ -10,14 +10,12 @@ from typing import Any
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from outrider.control import AdaptiveDrafter
+from outrider.control import AdaptiveDrafter, adaptive_drafter
 from outrider.core import Drafter, Unsupported
 from outrider.drafters import (
     GuardedDrafter,
     ModelDrafter,
-    NgramDrafter,
     RoutedDrafter,
-    SuffixDrafter,
     make_drafter,
 )
 from outrider.hosts.sglang.draft_model import SglangDraftModel
@@ -70,11 +68,10 @@ class Drafters:
 def _adaptive(
     vocab_size: int, model: SglangDraftModel | None, options: Mapping[str, Any]
 ) -> AdaptiveDrafter:
-    """Return the drafter that chooses among all others. How far to go is for it to learn."""
-    free: dict[str, Drafter] = {"suffix": SuffixDrafter(min_vote=0.0), "ngram": NgramDrafter()}
+    """Return the drafter that chooses among all others."""
     drafts = None if model is None else ModelDrafter(model, vocab_size, min_survival=0.0)
     try:
-        return AdaptiveDrafter(free, drafts, **options)
+        return adaptive_drafter(drafts, **options)
     except TypeError as error:
         raise Unsupported(f"drafter {ADAPTIVE!r} with {dict(options)}", fix=str(error)) from error
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.control import AdaptiveDrafter
+from outrider.control import AdaptiveDrafter, adaptive_drafter
 from outrider.core import (
     Budget,
     Drafter,
@@ -28,9 +28,7 @@ from outrider.core import (
 from outrider.drafters import (
     GuardedDrafter,
     ModelDrafter,
-    NgramDrafter,
     NoDrafter,
-    SuffixDrafter,
     make_drafter,
 )
 from outrider.hosts.transformers.host import TransformersHost
@@ -280,10 +278,7 @@ def _drafter(
     if given is None:
         return NoDrafter()
     if given == AdaptiveDrafter.name:
-        # how far to trust a vote is for the control to learn
-        return AdaptiveDrafter(
-            {"suffix": SuffixDrafter(min_vote=0.0), "ngram": NgramDrafter()},
-        )
+        return adaptive_drafter()
     if isinstance(given, str):
         return make_drafter(given, {})
     if isinstance(given, PreTrainedModel):

@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from outrider.core import ROOT, Request, Unsupported
 from outrider.hosts.transformers.pool import CachedSequence, KVPool
-from outrider.kernels import use_triton
+from outrider.kernels import arch, use_triton
 from outrider.kernels.paged_attention import (
     Layout,
     Past,
@@ -33,7 +33,6 @@ from outrider.kernels.paged_attention import (
     paged_attention,
     tile_rows,
 )
-from outrider.kernels.paged_attention.layout import arch
 from outrider.kernels.prefill_attention import causal_attention, prefill_attention
 from outrider.kernels.row_invariant import ROWS, RowInvariant
 

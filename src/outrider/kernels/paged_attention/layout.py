@@ -97,16 +97,6 @@ _WAVES = {
 no scratch on gfx942. Found by compiling, held by the static gates."""
 
 
-def arch(device: torch.device) -> str:
-    """Return the processor that kernels for this device are compiled for; CPU: the interpreter."""
-    if device.type != "cuda":
-        return "gfx942"
-    if torch.version.hip:
-        name: str = torch.cuda.get_device_properties(device).gcnArchName
-        return name.split(":")[0]
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-
-
 @dataclass(frozen=True)
 class Layout:
     """Tiles of query rows over a paged cache, on the device.

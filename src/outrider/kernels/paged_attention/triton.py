@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels import launch_options
-from outrider.kernels.paged_attention.layout import Layout, arch
+from outrider.kernels import arch, launch_options
+from outrider.kernels.paged_attention.layout import Layout
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _WAVES_OF_PROGRAMS = 4

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels.paged_attention.layout import Layout, arch
+from outrider.kernels import arch
+from outrider.kernels.paged_attention.layout import Layout
 from outrider.kernels.paged_attention.triton import (
     attend_split,
     load_rows,

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.kernels import launch_options
-from outrider.kernels.paged_attention.layout import arch
+from outrider.kernels import arch, launch_options
 
 BLOCK_M, BLOCK_N, BLOCK_K = 64, 64, 64
 

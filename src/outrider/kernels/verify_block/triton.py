@@ -16,7 +16,7 @@ from outrider.kernels.verify_residual.triton import (
     draft_odds,
     draw_left,
     left_of,
-    pick_kernel,
+    pick,
     recover_state,
 )
 
@@ -142,9 +142,9 @@ def verify_block(
 ) -> Verified:
     """Launch `mass_kernel`, `draw_kernel` and `pick_kernel`; see the reference."""
     batch, vocab_size = len(rows_start) - 1, p.shape[1]
-    counts, next_tokens = seeds.new_empty(batch), seeds.new_empty(batch)
+    counts = seeds.new_empty(batch)
     if not batch:
-        return Verified(counts, next_tokens)
+        return Verified(counts, counts)
     splits = triton.cdiv(vocab_size, SPLIT)
     inner = max(0, max_drafts - 1)  # prefixes that are neither empty nor the longest chain
     mass = torch.empty(batch, inner, splits, dtype=torch.float64, device=p.device)
@@ -154,21 +154,13 @@ def verify_block(
     chains = (p, q_rows, drafts, rows_start)
     sizes = (p.stride(0), q_rows.stride(0), vocab_size, max_drafts)
     drafts_block = triton.next_power_of_2(max(1, max_drafts))
-    split_block = triton.next_power_of_2(splits)
     tile = {"POINT": q is None, "DRAFTS": drafts_block, "SPLIT": SPLIT, "BLOCK": 1024}
     if inner:
         mass_kernel[(batch, inner, splits)](*chains, mass, *sizes, **tile, **launch_options(4))
     draw_kernel[(batch, splits)](
         *(*chains, seeds, positions, mass, counts, best, winner, *sizes),
         **tile,
-        SPLITS=split_block,
+        SPLITS=triton.next_power_of_2(splits),
         **launch_options(8),
     )
-    pick_kernel[(batch,)](
-        *(p, rows_start, seeds, positions, counts, best, winner, next_tokens),
-        *(p.stride(0), vocab_size, splits, max_drafts),
-        SPLITS=split_block,
-        BLOCK=1024,
-        **launch_options(4),
-    )
-    return Verified(counts, next_tokens)
+    return pick(p, rows_start, seeds, positions, counts, best, winner, max_drafts)

@@ -208,9 +208,9 @@ def verify_residual(
 ) -> Verified:
     """Launch `draw_kernel` and `pick_kernel`; see the reference."""
     batch, vocab_size = len(rows_start) - 1, p.shape[1]
-    counts, next_tokens = seeds.new_empty(batch), seeds.new_empty(batch)
+    counts = seeds.new_empty(batch)
     if not batch:
-        return Verified(counts, next_tokens)
+        return Verified(counts, counts)
     splits = triton.cdiv(vocab_size, SPLIT)
     best = torch.empty(batch, splits, dtype=torch.float64, device=p.device)
     winner = torch.empty(batch, splits, dtype=torch.int32, device=p.device)
@@ -224,6 +224,25 @@ def verify_residual(
         BLOCK=1024,
         **launch_options(8),
     )
+    return pick(p, rows_start, seeds, positions, counts, best, winner, max_drafts)
+
+
+def pick(
+    p: Tensor,
+    rows_start: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    counts: Tensor,
+    best: Tensor,
+    winner: Tensor,
+    max_drafts: int,
+) -> Verified:
+    """Launch `pick_kernel`: the last step of both rules.
+
+    counts: [B] drafts kept; best, winner: [B, S] of each split
+    """
+    next_tokens = torch.empty_like(counts)
+    (batch, splits), vocab_size = best.shape, p.shape[1]
     pick_kernel[(batch,)](
         *(p, rows_start, seeds, positions, counts, best, winner, next_tokens),
         *(p.stride(0), vocab_size, splits, max_drafts),
