@@ -56,7 +56,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=80)
     args = parser.parse_args()
-    target, draft = load(args.target, args.dtype), outrider.int8_copy(load(args.draft, args.dtype))
+    target, draft = (
+        load(args.target, args.dtype),
+        outrider.quantized_copy(load(args.draft, args.dtype), 8),
+    )
     vocab = target.config.vocab_size
     tokenizer = AutoTokenizer.from_pretrained(model_path(args.target))
     prompts = [chat_ids(tokenizer, text) for texts in PROMPTS.values() for text in texts]

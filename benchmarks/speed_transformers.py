@@ -28,7 +28,7 @@ THEIRS = ("transformers plain", "transformers assisted", "transformers prompt lo
 
 def methods(target: Any, draft: Any, tokens: int) -> dict[str, Callable[[list[int]], Any]]:
     """Return each method as a function from a prompt to its output ids, or a Generation."""
-    draft8 = outrider.int8_copy(draft)
+    draft8 = outrider.quantized_copy(draft, 8)
 
     def theirs(ids: list[int], **how: Any) -> list[int]:
         out = target.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, **how)

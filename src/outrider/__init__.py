@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from outrider.core import SamplingParams, Unsupported
     from outrider.drafters import ModelDrafter, NgramDrafter, NoDrafter
     from outrider.hosts.transformers import Generation, custom_generate, generate, stream
-    from outrider.kernels.int8_linear import int8_copy
+    from outrider.kernels.quantized_linear import quantized_copy
 
 _HOMES = {
     "Generation": "outrider.hosts.transformers",
@@ -25,7 +25,7 @@ _HOMES = {
     "Unsupported": "outrider.core",
     "custom_generate": "outrider.hosts.transformers",
     "generate": "outrider.hosts.transformers",
-    "int8_copy": "outrider.kernels.int8_linear",
+    "quantized_copy": "outrider.kernels.quantized_linear",
     "stream": "outrider.hosts.transformers",
 }
 
@@ -39,7 +39,7 @@ __all__ = [
     "__version__",
     "custom_generate",
     "generate",
-    "int8_copy",
+    "quantized_copy",
     "stream",
 ]
 
