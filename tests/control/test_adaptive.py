@@ -44,12 +44,12 @@ class Guesser:
 class World:
     def __init__(self, batch=1, verify=lambda rows: 0.1, draft=0.02, seed=1):
         self.requests = [
-            SimpleNamespace(id=r, output=[], text=lambda i, r=r: self.emitted[r] + i)
+            SimpleNamespace(id=r, length=100, text=lambda i, r=r: self.emitted[r] + i)
             for r in range(batch)
         ]
         self.emitted = [0] * batch
         self.verify, self.draft, self.rng = verify, draft, random.Random(seed)
-        self.seconds, self.drafts = 0.0, []
+        self.seconds, self.drafts, self.trees = 0.0, [], False
 
     def noise(self):
         return self.rng.lognormvariate(0, 0.05)
@@ -61,19 +61,19 @@ class World:
         self.seconds += count * self.draft * self.noise()
 
     def step(self, drafter):
-        budget = Budget((K,) * len(self.requests), "match", KeyedCoins(), trees=False)
+        budget = Budget((K,) * len(self.requests), "match", KeyedCoins(), self.trees)
         proposal = drafter.propose(self.requests, budget)
         self.seconds += self.verify(proposal.num_rows) * self.noise()
-        tokens = proposal.tokens.tolist()
         outcomes = []
-        for r, request in enumerate(self.requests):
-            mine = tokens[proposal.starts[r] : proposal.starts[r + 1]]
-            right = 0
-            while right < len(mine) and mine[right] == request.text(right):
-                right += 1
-            new = tuple(request.text(i) for i in range(right + 1))
-            rows = tuple(range(len(new)))
-            outcomes.append(Outcome(request, new, rows, len(mine), right, None))
+        for request, draft in zip(self.requests, proposal.drafts(), strict=True):
+            rows = [0]  # a node's row is one behind it
+            for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+                if parent + 1 == rows[-1] and token == request.text(len(rows) - 1):
+                    rows.append(node + 1)
+            new = tuple(request.text(i) for i in range(len(rows)))
+            outcomes.append(
+                Outcome(request, new, tuple(rows), len(draft.tokens), len(rows) - 1, None)
+            )
         drafter.observe(outcomes)
         for r, outcome in enumerate(outcomes):
             self.emitted[r] += len(outcome.tokens)
@@ -94,7 +94,8 @@ class Fixed:
         self.drafter, self.count = drafter, count
 
     def propose(self, requests, budget):
-        return self.drafter.propose(requests, budget).cut([self.count] * len(requests))
+        drafts = self.drafter.propose(requests, budget).drafts()
+        return Proposal.of([draft.keep(range(self.count)) for draft in drafts])
 
     def observe(self, outcomes):
         pass
@@ -137,7 +138,7 @@ def test_requests_are_served_by_who_serves_them_best():
     world = World(4, stairs)
     drafter = AdaptiveDrafter({"a": Half("a", 0), "b": Half("b", 1)}, clock=world.clock)
     world.run(drafter, 60)
-    assert [drafter._tried[r].used for r in range(4)] == ["a", "b", "a", "b"]
+    assert [drafter.used(r) for r in world.requests] == ["a", "b", "a", "b"]
     assert good.asked == bad.asked == 0
 
 
@@ -174,8 +175,8 @@ def test_requests_that_end_are_forgotten():
     drafter.start(world.requests)
     world.run(drafter, 5)
     drafter.stop(world.requests)
-    assert not drafter._tried
-    assert not drafter.acceptance._factors
+    assert not drafter._plans
+    assert not drafter.acceptance._requests
 
 
 @pytest.mark.parametrize(("pass_seconds", "wanted"), [(0.01, True), (0.2, False)])
@@ -190,3 +191,49 @@ def test_a_model_drafts_where_it_is_worth_its_passes(pass_seconds, wanted):
     assert share > 0.9 if wanted else share < 0.05  # tried again now and then
     plain = 1 / 0.1
     assert world.run(drafter, 4 * EXPLORE) > (2 * plain if wanted else 0.97 * plain)
+
+
+def test_what_drafters_say_is_joined_into_a_tree():
+    """Each is right about one half of the text: together they are always right."""
+
+    class Half(Guesser):
+        def propose(self, requests, budget):
+            drafts = []
+            for r, most in zip(requests, budget.max_drafts, strict=True):
+                wrong = self.rng.random() < 0.5
+                drafts.append(chain([-1 - self.known if wrong else r.text(0)] if most else []))
+            return Proposal.of(drafts)
+
+    def run(trees):
+        world = World(2)
+        free = {"a": Half("a", 0, seed=1, known=0), "b": Half("b", 0, seed=2, known=1)}
+        drafter = AdaptiveDrafter(free, clock=world.clock)
+        world.trees = trees
+        world.run(drafter, 100)
+        return world.run(drafter, 400), world.drafts
+
+    joined, drafts = run(True)
+    single, _ = run(False)
+    assert max(map(max, drafts)) == 2
+    assert joined == pytest.approx(2 * 1.75 / 0.1, rel=0.1)
+    assert single == pytest.approx(2 * 1.5 / 0.1, rel=0.1)
+
+
+def test_a_tree_has_no_more_drafts_than_are_allowed():
+    world = World(1)
+    free = {name: Guesser(name, 0.5, seed=i) for i, name in enumerate("abc")}
+    drafter = AdaptiveDrafter(free, clock=world.clock)
+    world.trees = True
+    world.run(drafter, 50)
+    assert max(d[0] for d in world.drafts) == K
+
+
+def test_the_brake_has_the_last_word():
+    """Times that the drafter is not told of, where there are drafts: it stops all the same."""
+    world = World(1)
+    free = Guesser("free", 0.9)
+    drafter = AdaptiveDrafter({"free": free}, clock=world.clock)
+    free.passes = lambda count: world.draft_passes(100)  # two seconds for what was to be free
+    world.run(drafter, 400)
+    assert drafter.brake.pulled > 0
+    assert sum(d[0] > 0 for d in world.drafts[-200:]) < 40

@@ -68,10 +68,40 @@ def test_what_falls_is_pooled():
 def test_a_step_is_made_of_its_parts():
     cost = StepCost()
     for _ in range(10_000):
-        cost.verify.observe(8, 0.3)
+        cost.observe(8, 1000, 0.3)
         cost.draft.observe(2, 0.05)
-    assert cost.seconds(8) == pytest.approx(0.3, rel=0.01)
-    assert cost.seconds(8, draft_passes=3, drafting=2) == pytest.approx(0.45, rel=0.01)
+    assert cost.table(8)[-1] == pytest.approx(0.3, rel=0.01)
+    assert cost.table(8, 0, 3, 2)[-1] == pytest.approx(0.45, rel=0.01)
+
+
+def test_context_is_told_from_rows():
+    """Attention reads every token of the context: 1 microsecond each on this machine."""
+    cost, rng = StepCost(), random.Random(0)
+    for _ in range(2000):
+        rows, context = rng.choice([4, 8, 16]), rng.randrange(0, 100_000)
+        cost.observe(rows, context, (stairs(rows) + 1e-6 * context) * rng.lognormvariate(0, 0.05))
+    for context in (1_000, 50_000, 100_000):
+        expected = stairs(8) + 1e-6 * context
+        assert cost.table(8, context)[-1] == pytest.approx(expected, rel=0.15)
+
+
+def test_noise_is_not_taken_for_context():
+    cost, rng = StepCost(), random.Random(0)
+    for step in range(500):
+        cost.observe(4, 1000 + step % 50, 0.1 * rng.lognormvariate(0, 0.1))
+    assert cost.table(4, 1000)[-1] == pytest.approx(0.1, rel=0.1)
+    assert cost.slope.value * 1000 < 0.02
+
+
+def test_graphs_have_their_own_steps():
+    """Rows are padded to the next captured graph: nothing lies between."""
+    curve = Curve(knots=[8, 16, 32])
+    for _ in range(10_000):
+        curve.observe(5, 0.1)
+        curve.observe(32, 0.3)
+    assert curve.seconds(1) == curve.seconds(8) == pytest.approx(0.1, rel=0.01)
+    assert curve.seconds(9) == curve.seconds(16) == curve.seconds(8)  # the middle: not above 20
+    assert curve.seconds(17) == pytest.approx(0.3, rel=0.01)
 
 
 def test_what_was_seen_once_is_hoped_to_be_better():

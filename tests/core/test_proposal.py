@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from outrider.core import (
     Siblings,
     Unsupported,
     chain,
+    unite,
     verify,
 )
 
@@ -69,9 +71,10 @@ def test_join_puts_parts_in_their_places(drafts, random):
     assert joined.laws == whole.laws
 
 
-def test_chains():
-    proposal = Proposal.chains([4, 5, 6], [2, 0, 1])
+def test_unclaimed():
+    proposal = Proposal.unclaimed([4, 5, 6], [2, 0, 1], [ROOT, 0, ROOT])
     assert proposal.is_chain
+    assert proposal.laws == (PointMass(),) * 3
     assert proposal.paths() == ((), (4,), (4, 5), (), (), (6,))
     assert not Proposal.of([Draft((1, 2), (ROOT, ROOT), PointMass())]).is_chain
 
@@ -82,13 +85,46 @@ def test_confidences_travel_with_the_drafts():
     other = Proposal.of([chain([7], confidences=[0.25])])
     joined = Proposal.join([([0, 2], sure), ([1], other)])
     assert joined.confidences == (0.9, 0.5, 0.25, 1.0)
-    short = joined.cut([1, 0, 5])
-    assert short.tokens.tolist() == [4, 6]
-    assert short.num_drafts == (1, 0, 1)
-    assert short.confidences == (0.9, 1.0)
-    assert Proposal.of([chain([1], Sampled(torch.tensor([[0.0, 1.0]])))]).cut([1]).laws == (
-        PointMass(),
-    )
+    assert [draft.sure for draft in joined.drafts()] == [(0.9, 0.5), (0.25,), (1.0,)]
+    claimed = chain([1], Sampled(torch.tensor([[0.0, 1.0]])))
+    assert claimed.keep([0]) == Draft((1,), (ROOT,), PointMass(), (1.0,))
+
+
+@given(st.lists(trees(), min_size=1, max_size=5))
+def test_drafts_go_in_and_come_out(drafts):
+    found = Proposal.of(drafts).drafts()
+    assert [(d.tokens, d.parents, d.law) for d in found] == [
+        (d.tokens, d.parents, d.law) for d in drafts
+    ]
+
+
+def texts(draft):
+    """The texts that a draft has, from its root."""
+    return Counter(Proposal.of([draft]).paths()[1:])
+
+
+@given(st.lists(trees(), max_size=4))
+def test_united_drafts_have_each_path_once(drafts):
+    tree, places = unite(drafts)
+    assert texts(tree) == Counter({path for draft in drafts for path in texts(draft)})
+    paths = Proposal.of([tree]).paths()[1:]
+    for draft, mine in zip(drafts, places, strict=True):
+        assert tuple(paths[place] for place in mine) == Proposal.of([draft]).paths()[1:]
+        for sure, place in zip(draft.sure, mine, strict=True):
+            assert tree.confidences[place] >= sure
+    if drafts and not texts(drafts[0]) - texts(tree):
+        first = [*dict.fromkeys(places[0])]
+        assert first == list(range(len(first)))  # the first draft's come first, in their order
+
+
+@given(trees(), st.randoms())
+def test_what_is_kept_keeps_its_path(draft, random):
+    nodes: list[int] = []
+    for node, parent in enumerate(draft.parents):
+        if (parent == ROOT or parent in nodes) and random.random() < 0.7:
+            nodes.append(node)
+    before, after = (Proposal.of([d]).paths()[1:] for d in (draft, draft.keep(nodes)))
+    assert after == tuple(before[node] for node in nodes)
 
 
 @pytest.mark.parametrize("confidences", [(0.5,), (0.5, 1.5), (0.5, float("nan")), (-0.1, 0.5)])

@@ -18,6 +18,7 @@ from outrider.core import (
     settle,
 )
 from outrider.drafters import NgramDrafter, NoDrafter
+from outrider.drafters.suffix import TRUST
 
 
 def propose(drafter, request, k):
@@ -65,6 +66,27 @@ def test_same_as_a_search(prompt, steps, k):
     assert propose(drafter, made, k) == naive(made.tokens_from(0), k)
     drafter.stop([made])
     drafter.stop([made])  # twice does no harm
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=200), st.sampled_from([(1, 1), (1, 6)]))
+def test_the_longest_is_found_among_many(prompt, sizes):
+    drafter, made = NgramDrafter(*sizes), request(prompt)
+    drafter.start([made])
+    assert propose(drafter, made, 3) == naive(prompt, 3, range(sizes[0], sizes[1] + 1))
+
+
+def test_a_longer_match_is_trusted_more():
+    for prompt, length in (([1, 2, 3, 4, 0, 3, 4], 2), ([1, 2, 3, 4, 0, 1, 2, 3, 4], 4)):
+        drafter, made = NgramDrafter(), request(prompt)
+        drafter.start([made])
+        proposal = drafter.propose([made], Budget((2,), "match", KeyedCoins()))
+        assert proposal.confidences == (length / (length + TRUST),) * 2
+
+
+def test_memory_is_that_of_a_suffix_lookup():
+    drafter, made = NgramDrafter(), request(range(32_768))
+    drafter.start([made])
+    assert drafter.nbytes <= 13 * 32_768
 
 
 def test_a_repetition_goes_on():

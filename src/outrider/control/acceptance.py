@@ -4,28 +4,23 @@ A drafter says how sure it is of each draft (its own probability, the share of a
 that it is right to be. Two things are learnt, both by decayed counts:
 
 * *calibration*, for each drafter: how often drafts of such a confidence are accepted, given that
-  all before them were. Shared by all requests, so a new request starts with what is known;
+  all above them were. Shared by all requests, so a new request starts with what is known;
 * *a factor*, for each request and drafter: how many of its drafts were accepted, over how many
   calibration expected. Some texts are easier than others.
 
-Only drafts up to and including the first rejected one say something. They need not have been
-verified: what a drafter *would* have said is scored by what was emitted anyway.
+Only drafts whose parent is part of the text say something. They need not have been verified: what
+a drafter *would* have said is scored by what was emitted anyway.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from itertools import accumulate
-from operator import mul
+from collections.abc import Hashable
 
 BUCKETS = 10
 """Confidence is told apart in so many equal steps."""
 
-PRIOR = 0.5
-"""What is expected of a draft of which nothing is known, whatever its confidence..."""
-
 PRIOR_WEIGHT = 4.0
-"""...as if so many drafts had been seen."""
+"""At first confidence is half believed (`prior`), as if so many drafts had been seen."""
 
 POOL_MEMORY = 2000.0
 REQUEST_MEMORY = 30.0
@@ -34,8 +29,15 @@ REQUEST_MEMORY = 30.0
 LEAST, MOST = 0.02, 0.98
 
 
+def prior(bucket: int) -> float:
+    """Return what is expected of drafts of such a confidence before any was seen."""
+    return 0.25 + 0.5 * (bucket + 0.5) / BUCKETS
+
+
 class _Count:
     """Accepted drafts and expected ones, older ones counting less."""
+
+    __slots__ = ("_keep", "hits", "tries")
 
     def __init__(self, hits: float, tries: float, memory: float) -> None:
         self.hits, self.tries = hits, tries
@@ -46,56 +48,49 @@ class _Count:
         self.tries = self.tries * self._keep + weight
 
 
+class Chances:
+    """The chances of one drafter's drafts for one request."""
+
+    __slots__ = ("_buckets", "_factor")
+
+    def __init__(self, buckets: list[_Count]) -> None:
+        self._buckets = buckets
+        self._factor = _Count(PRIOR_WEIGHT, PRIOR_WEIGHT, REQUEST_MEMORY)
+
+    def of(self, confidence: float) -> float:
+        """Return the chance of a draft, given that all above it are accepted."""
+        bucket, factor = self._bucket(confidence), self._factor
+        return min(MOST, max(LEAST, factor.hits / factor.tries * bucket.hits / bucket.tries))
+
+    def observe(self, confidence: float, hit: bool) -> None:
+        """Learn that a draft was right or not, all above it being right."""
+        bucket = self._bucket(confidence)
+        self._factor.add(hit, bucket.hits / bucket.tries)
+        bucket.add(hit)
+
+    def _bucket(self, confidence: float) -> _Count:
+        return self._buckets[min(BUCKETS - 1, max(0, int(confidence * BUCKETS)))]
+
+
 class Acceptance:
     """Chances of drafts, by drafter, confidence and request."""
 
     def __init__(self) -> None:
-        self._buckets: dict[tuple[str, int], _Count] = {}
-        self._factors: dict[tuple[str, Hashable], _Count] = {}
+        self._buckets: dict[str, list[_Count]] = {}
+        self._requests: dict[Hashable, dict[str, Chances]] = {}
 
-    def chances(self, drafter: str, request: Hashable, confidences: Sequence[float]) -> list[float]:
-        """Return the chance of each draft of a chain, given that those before it are accepted."""
-        factor = self._factor(drafter, request)
-        ratio = factor.hits / factor.tries
-        return [
-            min(MOST, max(LEAST, ratio * self._calibrated(drafter, confidence)))
-            for confidence in confidences
-        ]
-
-    def survival(
-        self, drafter: str, request: Hashable, confidences: Sequence[float]
-    ) -> list[float]:
-        """Return the chance of each draft of a chain that it and all before it are accepted."""
-        return list(accumulate(self.chances(drafter, request, confidences), mul))
-
-    def observe(
-        self, drafter: str, request: Hashable, confidences: Sequence[float], accepted: int
-    ) -> None:
-        """Learn that the first `accepted` drafts of a chain were right, and the next was not."""
-        factor = self._factor(drafter, request)
-        for i, confidence in enumerate(confidences[: accepted + 1]):
-            hit = i < accepted
-            factor.add(hit, self._calibrated(drafter, confidence))
-            self._bucket(drafter, confidence).add(hit)
+    def chances(self, drafter: str, request: Hashable) -> Chances:
+        """Return what is known of a drafter's drafts for a request."""
+        known = self._requests.setdefault(request, {})
+        if drafter not in known:
+            if drafter not in self._buckets:
+                self._buckets[drafter] = [
+                    _Count(prior(bucket) * PRIOR_WEIGHT, PRIOR_WEIGHT, POOL_MEMORY)
+                    for bucket in range(BUCKETS)
+                ]
+            known[drafter] = Chances(self._buckets[drafter])
+        return known[drafter]
 
     def forget(self, request: Hashable) -> None:
         """Drop what is known of a request that has ended."""
-        for key in [key for key in self._factors if key[1] == request]:
-            del self._factors[key]
-
-    def _calibrated(self, drafter: str, confidence: float) -> float:
-        count = self._bucket(drafter, confidence)
-        return count.hits / count.tries
-
-    def _bucket(self, drafter: str, confidence: float) -> _Count:
-        step = min(BUCKETS - 1, max(0, int(confidence * BUCKETS)))
-        key = (drafter, step)
-        if key not in self._buckets:
-            self._buckets[key] = _Count(PRIOR * PRIOR_WEIGHT, PRIOR_WEIGHT, POOL_MEMORY)
-        return self._buckets[key]
-
-    def _factor(self, drafter: str, request: Hashable) -> _Count:
-        key = (drafter, request)
-        if key not in self._factors:
-            self._factors[key] = _Count(PRIOR_WEIGHT, PRIOR_WEIGHT, REQUEST_MEMORY)
-        return self._factors[key]
+        self._requests.pop(request, None)

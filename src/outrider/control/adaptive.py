@@ -5,32 +5,39 @@ Every step, for the requests at hand:
 1. *Free drafters* (suffix, n-gram) propose; that costs microseconds. Calibrated acceptance says
    what each of their drafts is worth.
 2. *A draft model* is considered for the requests that the free ones serve worse, to every depth:
-   what it is expected to add, over what its passes take on this machine.
-3. The plan with the highest goodput is taken: tokens a second, by measured times. Plain decoding is
-   one of the plans, and the others must beat it by a margin.
-4. If the model drafted, its own confidence is known now: the chains are cut once more.
+   what it is expected to add, over what its passes take on this machine. It stops by itself where
+   one more pass promises less than its time is worth.
+3. What they say is joined into one tree for each request (where the host verifies no trees: the
+   best chain of them).
+4. Of all drafts those are verified that make the highest goodput: tokens a second, by measured
+   times. Plain decoding is one of the plans, and the others must beat it by a margin.
 
 Times need no help from the host: from a proposal to its outcome is the target's pass, and the
-model's passes happen inside.
+model's passes happen inside. On several ranks they must be one rank's times (`clock`): all decide
+alike then.
 
 What is not tried is not forgotten. Free drafters are scored on what was emitted, used or not; the
-model is tried again every EXPLORE steps; a batch size never seen starts with a plain step.
+model is tried again every EXPLORE steps; a batch size never seen starts with a plain step. And
+whatever was planned, a brake compares what was measured with plain decoding.
 """
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate, repeat
 from operator import mul
+from pathlib import Path
 from typing import Any
 
 from outrider.control.acceptance import Acceptance
-from outrider.control.cost import StepCost
+from outrider.control.brake import Brake
+from outrider.control.cost import KNOTS, StepCost
 from outrider.control.policy import Choice, choose
-from outrider.core import Budget, Drafter, Law, Outcome, Proposal, Request
+from outrider.core import ROOT, Budget, Draft, Drafter, Law, Outcome, Proposal, Request, unite
 from outrider.drafters import NgramDrafter, SuffixDrafter
 
 MARGIN = 0.05
@@ -39,21 +46,65 @@ MARGIN = 0.05
 EXPLORE = 64
 """Steps after which a draft model that was not worth its time is tried again."""
 
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""How deep a draft model is considered."""
+
 _AHEAD = "{} ahead"
 """Under this name a model's chances are kept before it has said how sure it is."""
 
+_SIBLING = "{} sibling"
+"""Under this name are those of all but the first of a drafter's alternatives."""
+
 
 @dataclass
-class _Tried:
-    """What was offered to a request in a step, and what was taken.
+class _Plan:
+    """What was offered to a request in a step, and what was made of it.
 
-    offers: by free drafter, its tokens and confidences
-    used: the drafter whose drafts are verified, and their confidences
+    offers: drafters and what they said, the draft model first
+    tree: all of it, or the best of it
+    survival: of each draft of the tree
+    sources: for each of them, who said it first
+    used: who said the first of those that are verified; "" if none is
     """
 
-    offers: dict[str, tuple[list[int], Sequence[float]]] = field(default_factory=dict)
+    offers: list[tuple[str, Draft[Law]]] = field(default_factory=list)
+    tree: Draft[Law] = field(default_factory=lambda: unite(())[0])
+    survival: list[float] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
     used: str = ""
-    confidences: Sequence[float] = ()
+
+
+@dataclass
+class Step:
+    """What one step was and took, as it is traced.
+
+    t: when it began, by the drafter's clock
+    seconds: that it took, drafting included
+    requests, rows, draft_passes: of the step
+    drafters: how many requests each drafter served
+    tokens: that it emitted
+    """
+
+    t: float
+    requests: int
+    context: int
+    rows: int = 0
+    draft_passes: int = 0
+    drafted: float = 0.0
+    proposed: float = 0.0
+    seconds: float = 0.0
+    drafters: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as a line of a trace."""
+        return {
+            "t": round(self.t, 6),
+            "seconds": round(self.seconds, 6),
+            "draft_seconds": round(self.drafted, 6),
+            **{name: getattr(self, name) for name in ("requests", "context", "rows")},
+            **{name: getattr(self, name) for name in ("draft_passes", "drafters", "tokens")},
+        }
 
 
 class AdaptiveDrafter:
@@ -63,6 +114,8 @@ class AdaptiveDrafter:
     model: one that costs passes, or None
     margin: by which share a plan must promise more than a simpler one
     clock: seconds, from anywhere
+    knots: numbers of rows for which the host has captured graphs, if it has
+    on_step: is told of each step
     """
 
     name = "adaptive"
@@ -73,176 +126,259 @@ class AdaptiveDrafter:
         model: Drafter | None = None,
         margin: float = MARGIN,
         clock: Callable[[], float] = time.perf_counter,
+        knots: Sequence[int] = KNOTS,
+        on_step: Callable[[Step], None] | None = None,
     ) -> None:
-        self.acceptance, self.cost = Acceptance(), StepCost()
+        self.acceptance, self.cost, self.brake = Acceptance(), StepCost(knots), Brake()
         self._free, self._model, self._margin, self._clock = dict(free), model, margin, clock
-        self._proposed: tuple[float, int] | None = None  # when, and how many rows
-        self._tried: dict[int, _Tried] = {}
+        self._on_step = on_step
+        self._step: Step | None = None
+        self._plans: dict[int, _Plan] = {}
         self._idle = 0  # steps since the model was last asked
-
-    @property
-    def _drafters(self) -> list[Drafter]:
-        return [*self._free.values(), *([self._model] if self._model else [])]
+        self._drafters = [*self._free.values(), *([model] if model is not None else [])]
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Introduce requests to every drafter."""
+        """Introduce the requests to every drafter."""
         for drafter in self._drafters:
             drafter.start(requests)
 
     def stop(self, requests: Sequence[Request]) -> None:
-        """Let every drafter forget, and forget their factors."""
+        """Let every drafter forget, and forget what was learnt of the requests."""
         for drafter in self._drafters:
             drafter.stop(requests)
         for request in requests:
             self.acceptance.forget(request.id)
-            self._tried.pop(request.id, None)
+            self._plans.pop(request.id, None)
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Return what is expected to emit the most tokens a second."""
-        proposal = self._plan(requests, budget)
-        self._proposed = (self._clock(), proposal.num_rows)
-        return proposal
-
-    def _plan(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
-        tried = self._tried = {request.id: _Tried() for request in requests}
-        offers, names, survival = self._free_offers(requests, budget)
-        batch = len(requests)
-        if not self.cost.verify.has_seen(batch):
-            return Proposal.empty(batch)
-
-        best = choose(survival, self.cost.seconds, self._margin)
-        depth, users = self._consult(requests, budget, survival, best)
-        if depth:
-            drafted = self._ask(requests, budget, depth, users)
-            offers = Proposal.pick([(drafted if r in users else offers, r) for r in range(batch)])
-            for r in users:
-                names[r] = self._model_name
-                survival[r] = self._survival(names[r], requests[r], _sure(drafted, r))
-            # the model's passes are paid for: only the rows are weighed now
-            best = choose(survival, self.cost.seconds)
-        proposal = offers.cut(best.counts)
-        for r, request in enumerate(requests):
-            tried[request.id].used = names[r]
-            tried[request.id].confidences = _sure(proposal, r)
+        context = sum(request.length for request in requests)
+        self._step = step = Step(self._clock(), len(requests), context)
+        plans = [_Plan() for _ in requests]
+        self._plans = {request.id: plan for request, plan in zip(requests, plans, strict=True)}
+        if not self.brake.is_on:
+            self._offer_free(requests, budget, plans)
+        best = self._choose(requests, budget, plans, step)
+        drafts = []
+        for plan, nodes in zip(plans, best.nodes, strict=True):
+            if nodes:
+                plan.used = plan.sources[nodes[0]]
+                step.drafters[plan.used] += 1
+            drafts.append(plan.tree.keep(nodes))
+        proposal = Proposal.of(drafts)
+        step.rows, step.proposed = proposal.num_rows, self._clock()
         return proposal
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Learn from what became of the drafts, and from what others would have drafted."""
-        if self._proposed is not None:
-            (when, rows), self._proposed = self._proposed, None
-            self.cost.verify.observe(rows, self._clock() - when)
+        if self._step is not None:
+            self._end_step(self._step, outcomes)
         for outcome in outcomes:
-            tried = self._tried.get(outcome.request.id)
+            plan = self._plans.get(outcome.request.id)
             # a request that ended may have ended inside its accepted drafts
-            if tried is not None and outcome.finish_reason is None:
-                self._learn(outcome, tried)
+            if plan is not None and outcome.finish_reason is None:
+                self._learn(outcome, plan)
         for drafter in self._drafters:
             drafter.observe(outcomes)
 
-    @property
-    def _model_name(self) -> str:
-        assert self._model is not None
-        return self._model.name
+    def used(self, request: Request) -> str:
+        """Return who drafted for a request in the last step; "" if nobody."""
+        plan = self._plans.get(request.id)
+        return plan.used if plan is not None else ""
 
-    def _learn(self, outcome: Outcome, tried: _Tried) -> None:
-        request, accepted = outcome.request.id, outcome.num_accepted_drafts
-        if tried.confidences:
-            if self._model is not None and tried.used == self._model.name:
-                certain = list(repeat(1.0, len(tried.confidences)))
-                self.acceptance.observe(_AHEAD.format(tried.used), request, certain, accepted)
-            if tried.used not in tried.offers:
-                self.acceptance.observe(tried.used, request, tried.confidences, accepted)
-        for name, (tokens, confidences) in tried.offers.items():
-            right = 0
-            while right < min(len(tokens), len(outcome.tokens)) and (
-                tokens[right] == outcome.tokens[right]
-            ):
-                right += 1
-            # where the emitted tokens end, the offer may have been right for longer
-            known = confidences if right < len(outcome.tokens) else confidences[:right]
-            self.acceptance.observe(name, request, known, right)
+    def _end_step(self, step: Step, outcomes: Sequence[Outcome]) -> None:
+        self._step, now = None, self._clock()
+        self.cost.observe(step.rows, step.context, now - step.proposed)
+        step.seconds, step.tokens = now - step.t, sum(len(o.tokens) for o in outcomes)
+        plain = self.cost.table(step.requests, step.context)[-1] / step.requests
+        self.brake.observe(step.rows > step.requests, step.seconds, step.tokens * float(plain))
+        if self._on_step is not None:
+            self._on_step(step)
 
-    def _free_offers(
-        self, requests: Sequence[Request], budget: Budget
-    ) -> tuple[Proposal[Law], list[str], list[list[float]]]:
-        """Return each request's best free offer, who made it, and the survival of its drafts."""
-        chosen: list[tuple[float, str, list[float]]] = [(0.0, "", []) for _ in requests]
-        proposals: dict[str, Proposal[Law]] = {"": Proposal.empty(len(requests))}
+    # -- what there is
+
+    def _offer_free(
+        self, requests: Sequence[Request], budget: Budget, plans: Sequence[_Plan]
+    ) -> None:
         for name, drafter in self._free.items():
-            proposals[name] = proposal = drafter.propose(requests, budget)
-            tokens = proposal.tokens.tolist()
-            for r, request in enumerate(requests):
-                sure = _sure(proposal, r)
-                mine = tokens[proposal.starts[r] : proposal.starts[r + 1]]
-                self._tried[request.id].offers[name] = (mine, sure)
-                survival = self._survival(name, request, sure)
-                if sum(survival) > chosen[r][0]:
-                    chosen[r] = (sum(survival), name, survival)
-        names = [name for _, name, _ in chosen]
-        offers = Proposal.pick([(proposals[name], r) for r, name in enumerate(names)])
-        return offers, names, [s for _, _, s in chosen]
+            drafts = drafter.propose(requests, budget).drafts()
+            for plan, draft in zip(plans, drafts, strict=True):
+                if draft.tokens:
+                    plan.offers.append((name, draft))
+        for request, plan, most in zip(requests, plans, budget.max_drafts, strict=True):
+            self._grow(request, plan, budget.trees, most)
 
-    def _survival(self, name: str, request: Request, sure: Sequence[float]) -> list[float]:
-        return self.acceptance.survival(name, request.id, sure)
+    def _grow(self, request: Request, plan: _Plan, trees: bool, most: int) -> None:
+        """Make a tree of the offers, and say what each of its drafts is worth."""
+        chances = [self._chances(name, request, draft) for name, draft in plan.offers]
+        if not trees and len(plan.offers) > 1:
+            worth = [sum(accumulate(offered, mul)) for offered in chances]
+            chosen = worth.index(max(worth))
+            offers, chances = [plan.offers[chosen]], [chances[chosen]]
+        else:
+            offers = plan.offers
+        plan.tree, places = unite([draft for _, draft in offers])
+        found = [0.0] * len(plan.tree.tokens)
+        plan.sources = [""] * len(found)
+        taken: defaultdict[int, float] = defaultdict(float)  # chance of a node's children so far
+        for (name, _), mine, offered in zip(offers, places, chances, strict=True):
+            before = taken.copy()
+            for node, chance in zip(mine, offered, strict=True):
+                if not plan.sources[node]:
+                    # another drafter has spoken for the same place: both cannot be right
+                    parent = plan.tree.parents[node]
+                    found[node] = chance * (1.0 - min(1.0, before[parent]))
+                    plan.sources[node] = name
+                    taken[parent] += found[node]
+                else:
+                    found[node] = max(found[node], chance)
+        plan.survival = []
+        for parent, chance in zip(plan.tree.parents, found, strict=True):
+            plan.survival.append(chance if parent == ROOT else chance * plan.survival[parent])
+        if len(found) > most:  # the best of them, each after its parent
+            best = sorted(range(len(found)), key=lambda node: -plan.survival[node])[:most]
+            nodes = sorted(best)
+            plan.tree = plan.tree.keep(nodes)
+            plan.survival = [plan.survival[node] for node in nodes]
+            plan.sources = [plan.sources[node] for node in nodes]
+
+    def _chances(self, name: str, request: Request, draft: Draft[Law]) -> list[float]:
+        first = self.acceptance.chances(name, request.id)
+        others = self.acceptance.chances(_SIBLING.format(name), request.id)
+        seen: set[int] = set()
+        found = []
+        for parent, sure in zip(draft.parents, draft.sure, strict=True):
+            found.append((others if parent in seen else first).of(sure))
+            seen.add(parent)
+        return found
+
+    # -- what is worth it
+
+    def _choose(
+        self, requests: Sequence[Request], budget: Budget, plans: Sequence[_Plan], step: Step
+    ) -> Choice:
+        batch = len(requests)
+        nothing = Choice(((),) * batch, float(batch), 0.0)
+        if self.brake.is_on or not self.cost.verify.has_seen(batch):
+            return nothing
+        rows = batch + sum(budget.max_drafts)
+        seconds = self.cost.table(rows, step.context)
+        best = choose([plan.survival for plan in plans], seconds, self._margin)
+        goodput, users = self._consult(requests, budget, plans, best, step.context)
+        if users:
+            self._ask(requests, budget, plans, users, goodput, step)
+            # the model's passes are paid for: only the rows are weighed now
+            best = choose([plan.survival for plan in plans], seconds)
+        return best
 
     def _consult(
         self,
         requests: Sequence[Request],
         budget: Budget,
-        survival: Sequence[Sequence[float]],
+        plans: Sequence[_Plan],
         without: Choice,
-    ) -> tuple[int, set[int]]:
-        """Return how deep the model should draft, and for whom; (0, nobody) if not at all."""
+        context: int,
+    ) -> tuple[float, set[int]]:
+        """Return the goodput to expect if the model drafts, and for whom; nobody if it should not.
+
+        It is tried now and then, for all.
+        """
         if self._model is None:
-            return 0, set()
+            return 0.0, set()
         able = {r for r, most in enumerate(budget.max_drafts) if most}
         self._idle += 1
         if able and (not self.cost.draft.is_known or self._idle > EXPLORE):
-            return 1, able
+            return without.goodput, able
         ahead = _AHEAD.format(self._model.name)
-        chances = [self.acceptance.chances(ahead, request.id, [1.0])[0] for request in requests]
-        worth = [sum(chain) for chain in survival]
-        best, depth, users = without.goodput * (1 + self._margin), 0, set[int]()
-        for d in range(1, max(budget.max_drafts, default=0) + 1):
+        chances = [self.acceptance.chances(ahead, r.id).of(1.0) for r in requests]
+        worth = [sum(plan.survival) for plan in plans]
+        best, users = without.goodput * (1 + self._margin), set[int]()
+        deepest = max(budget.max_drafts, default=0)
+        for depth in (d for d in DEPTHS if d <= deepest):
             chains: list[Sequence[float]] = []
             drafting = set()
             for r, chance in enumerate(chances):
-                own = list(accumulate(repeat(chance, min(d, budget.max_drafts[r])), mul))
+                own = list(accumulate(repeat(chance, min(depth, budget.max_drafts[r])), mul))
                 if sum(own) > worth[r]:
                     drafting.add(r)
-                chains.append(own if r in drafting else survival[r])
+                chains.append(own if r in drafting else plans[r].survival)
             if not drafting:
-                break
-            found = choose(
-                chains, partial(self.cost.seconds, draft_passes=d, drafting=len(drafting))
-            )
+                continue
+            rows = len(chains) + sum(budget.max_drafts)
+            found = choose(chains, self.cost.table(rows, context, depth, len(drafting)))
             if found.goodput > best:
-                best, depth, users = found.goodput, d, drafting
-        return depth, users
+                best, users = found.goodput, drafting
+        return best, users
 
     def _ask(
-        self, requests: Sequence[Request], budget: Budget, depth: int, users: set[int]
-    ) -> Proposal[Law]:
+        self,
+        requests: Sequence[Request],
+        budget: Budget,
+        plans: Sequence[_Plan],
+        users: set[int],
+        goodput: float,
+        step: Step,
+    ) -> None:
+        """Let the model draft for some requests, as long as a pass is worth its time."""
         assert self._model is not None
         self._idle = 0
-        most = tuple(min(depth, k) if r in users else 0 for r, k in enumerate(budget.max_drafts))
+        most = tuple(k if r in users else 0 for r, k in enumerate(budget.max_drafts))
+        gain = goodput * self.cost.draft.seconds(len(users))
         started = self._clock()
-        drafted = self._model.propose(requests, replace(budget, max_drafts=most))
-        # it may have stopped before `depth`; a pass also reads what was emitted since the last
-        passes = max(1, *drafted.num_drafts)
-        self.cost.draft.observe(len(users), (self._clock() - started) / passes)
-        return drafted
+        asked = replace(budget, max_drafts=most, min_gain=gain)
+        proposal = self._model.propose(requests, asked)
+        step.drafted = self._clock() - started
+        # a chain as long as the deepest draft: so many passes, the first of which also reads what
+        # was emitted since the last
+        step.draft_passes = max(1, proposal.max_depth)
+        self.cost.draft.observe(len(users), step.drafted / step.draft_passes)
+        for r, draft in enumerate(proposal.drafts()):
+            if draft.tokens:
+                plans[r].offers.insert(0, (self._model.name, draft))
+                self._grow(requests[r], plans[r], budget.trees, budget.max_drafts[r])
+
+    # -- what became of it
+
+    def _learn(self, outcome: Outcome, plan: _Plan) -> None:
+        """Score all that was offered by what was emitted."""
+        request, emitted = outcome.request, outcome.tokens
+        for name, draft in plan.offers:
+            first = self.acceptance.chances(name, request.id)
+            others = self.acceptance.chances(_SIBLING.format(name), request.id)
+            is_model = self._model is not None and name == self._model.name
+            ahead = self.acceptance.chances(_AHEAD.format(name), request.id) if is_model else None
+            depths = {ROOT: 0}  # of the drafts that are part of the text
+            seen: set[int] = set()
+            for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+                depth = depths.get(parent)
+                # where the emitted tokens end, the offer may have been right for longer
+                if depth is None or depth >= len(emitted):
+                    continue
+                hit = token == emitted[depth]
+                (others if parent in seen else first).observe(draft.sure[node], hit)
+                if ahead is not None and parent not in seen:
+                    ahead.observe(1.0, hit)
+                seen.add(parent)
+                if hit:
+                    depths[node] = depth + 1
 
 
-def adaptive_drafter(model: Drafter | None = None, **options: Any) -> AdaptiveDrafter:
+def adaptive_drafter(
+    model: Drafter | None = None, trace: str | Path | None = None, **options: Any
+) -> AdaptiveDrafter:
     """Return one that chooses among all free drafters, a draft model and none.
 
     Nobody is to hold back: how far to go is for the control to learn.
+
+    trace: a file to which each step is appended, as a line of JSON
     """
-    return AdaptiveDrafter(
-        {"suffix": SuffixDrafter(min_vote=0.0), "ngram": NgramDrafter()}, model, **options
-    )
+    free = {"suffix": SuffixDrafter(min_vote=0.0), "ngram": NgramDrafter()}
+    if trace is not None:
+        file = Path(trace)
 
+        def write(step: Step) -> None:
+            with file.open("a") as lines:
+                lines.write(json.dumps(step.as_dict()) + "\n")
 
-def _sure(proposal: Proposal[Law], r: int) -> Sequence[float]:
-    return proposal.confidences[proposal.starts[r] : proposal.starts[r + 1]]
+        options["on_step"] = write
+    return AdaptiveDrafter(free, model, **options)

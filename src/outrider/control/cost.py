@@ -2,20 +2,28 @@
 
 Time against rows is a staircase: flat while memory is the limit, then steps where a kernel or a
 graph takes the next larger tile. So nothing is fitted but a height at each number of rows that was
-seen (from 32 on, at each of a few), and never down: more rows never take less time. Between two of
-them the step is taken to be in the middle, and behind the last there is none. That is hope, and
-hope is tried: a step that lies elsewhere is found by halving.
+seen (from 32 on, at each of a few; with captured graphs, at each graph's size), and never down:
+more rows never take less time. Between two of them the step is taken to be in the middle, and
+behind the last there is none. That is hope, and hope is tried: a step that lies elsewhere is found
+by halving.
 
 Noise is one-sided and now and then large. An observation moves its estimate by a fraction of its
 logarithm's distance, and by no more than CLIP: an outlier is felt a little, a new regime is
 followed within some twenty steps.
+
+Attention adds what the contexts of all requests take to read: a slope, learnt where steps of the
+same number of rows differ in context.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 KNOTS: tuple[int, ...] = (
     *range(1, 33),
@@ -31,32 +39,40 @@ with the root of what was seen, so that one unlucky step does not rule a number 
 CLIP = 0.3
 """The furthest distance that is believed at once, in logarithms: a third more, or less."""
 
-
-def _knot(rows: int) -> int:
-    return KNOTS[min(bisect_left(KNOTS, rows), len(KNOTS) - 1)]
+FEW_TOKENS = 2.0**20
+"""Contexts that differ by less than this (squared, in all) say nothing of the slope: 1,024 tokens,
+once."""
 
 
 class Curve:
-    """Seconds against a number of rows, never falling."""
+    """Seconds against a number of rows, never falling.
 
-    def __init__(self) -> None:
+    knots: the numbers of rows that are told apart; others count as the next larger one
+    """
+
+    def __init__(self, knots: Sequence[int] = KNOTS) -> None:
+        self._knots = tuple(sorted(knots))
         self._logs: dict[int, float] = {}
         self._seen: dict[int, int] = {}
-        self._points: list[tuple[int, float]] | None = None  # worked out when first asked for
+        self._table: NDArray[np.float64] | None = None  # worked out when first asked for
 
     @property
     def is_known(self) -> bool:
         """Whether anything has been observed."""
         return bool(self._logs)
 
+    def knot(self, rows: int) -> int:
+        """Return the number of rows that these count as."""
+        return self._knots[min(bisect_left(self._knots, rows), len(self._knots) - 1)]
+
     def has_seen(self, rows: int) -> bool:
         """Whether a step of about so many rows has been observed."""
-        return _knot(rows) in self._logs
+        return self.knot(rows) in self._logs
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn how long so many rows took."""
-        self._points = None
-        knot = _knot(rows)
+        self._table = None
+        knot = self.knot(rows)
         value, seen = math.log(max(seconds, 1e-9)), self._seen.get(knot, 0)
         if not seen:
             self._logs[knot] = value
@@ -68,19 +84,28 @@ class Curve:
 
     def seconds(self, rows: int) -> float:
         """Return how long so many rows should take; 0 if nothing was ever observed."""
-        if self._points is None:
-            self._points = self._rising()
-        points = self._points
-        if not points:
-            return 0.0
-        knot = _knot(rows)
-        if knot <= points[0][0]:
-            return points[0][1]
+        return float(self.table(rows)[rows])
+
+    def table(self, rows: int) -> NDArray[np.float64]:
+        """Return how long 0, 1, ... up to so many rows should take: [rows + 1]."""
+        if self._table is None:
+            self._table = self._fill()
+        if len(self._table) <= rows:  # more rows than ever seen: hope for the best, and find out
+            return np.pad(self._table, (0, rows + 1 - len(self._table)), mode="edge")
+        return self._table[: rows + 1]
+
+    def _fill(self) -> NDArray[np.float64]:
+        """Return the staircase up to the last knot that was seen."""
+        points = self._rising() or [(0, 0.0)]
+        table = np.empty(points[-1][0] + 1)
+        table[: points[0][0] + 1] = points[0][1]
         for (left, low), (right, high) in pairwise(points):
-            if knot <= right:
-                return high if 2 * knot > left + right else low
-        # more rows than ever seen: hope for the best, and find out
-        return points[-1][1]
+            for knot in self._knots[bisect_left(self._knots, left) + 1 :]:
+                if knot > right:
+                    break
+                before = self._knots[bisect_left(self._knots, knot) - 1]
+                table[before + 1 : knot + 1] = high if 2 * knot > left + right else low
+        return table
 
     def _rising(self) -> list[tuple[int, float]]:
         """Return the heights, neighbours that fall pooled into one (weighted by observations)."""
@@ -97,20 +122,49 @@ class Curve:
         return list(zip(knots, heights, strict=True))
 
 
+class Slope:
+    """Seconds for each token of context, from steps of the same number of rows."""
+
+    def __init__(self) -> None:
+        self._means: dict[int, tuple[float, float]] = {}  # of context and seconds, by knot
+        self._product = self._square = 0.0
+        self.value = 0.0
+
+    def observe(self, knot: int, context: int, seconds: float) -> None:
+        """Learn how long a step took over so many tokens of context."""
+        mean, usual = self._means.get(knot, (float(context), seconds))
+        more, longer = context - mean, max(-CLIP * usual, min(CLIP * usual, seconds - usual))
+        self._means[knot] = (mean + RATE * more, usual + RATE * longer)
+        self._product = 0.99 * self._product + more * longer
+        self._square = 0.99 * self._square + more * more
+        self.value = max(0.0, self._product / (self._square + FEW_TOKENS))
+
+
 class StepCost:
     """The time of a step: a pass of the target with all around it, and passes of a draft model.
 
-    verify: a pass of the target, by rows
+    verify: a pass of the target, by rows, over no context
+    slope:  what each token of the requests' contexts adds
     draft:  one pass of the draft model, by requests
     """
 
-    def __init__(self) -> None:
-        self.verify, self.draft = Curve(), Curve()
+    def __init__(self, knots: Sequence[int] = KNOTS) -> None:
+        self.verify, self.draft, self.slope = Curve(knots), Curve(knots), Slope()
 
-    def seconds(self, rows: int, draft_passes: int = 0, drafting: int = 0) -> float:
-        """Return the time of a step of so many rows.
+    def observe(self, rows: int, context: int, seconds: float) -> None:
+        """Learn how long a pass of the target took.
+
+        context: tokens of all requests together
+        """
+        self.slope.observe(self.verify.knot(rows), context, seconds)
+        self.verify.observe(rows, max(0.1 * seconds, seconds - self.slope.value * context))
+
+    def table(
+        self, rows: int, context: int = 0, draft_passes: int = 0, drafting: int = 0
+    ) -> NDArray[np.float64]:
+        """Return the time of a step of 0, 1, ... up to so many rows.
 
         draft_passes: of the draft model, one after the other; drafting: requests in each
         """
-        time = self.verify.seconds(rows)
+        time = self.verify.table(rows) + self.slope.value * context
         return time + draft_passes * self.draft.seconds(drafting) if draft_passes else time

@@ -1,26 +1,29 @@
-"""How many drafts each request should have verified: the most tokens a second, none included.
+"""Which drafts should be verified: those that make the most tokens a second, none included.
 
-A draft slot (request r, depth j) is worth its survival: the chance that it and all drafts before
-it are accepted. Survival falls along a chain, so taking slots in the order of their survival takes
-every chain from its beginning. With n requests and the m best slots a step emits n + (sum of their
-survivals) tokens and takes T(n, n + m) seconds. T is a staircase, so all m are tried.
+A draft is worth its survival: the chance that it and all drafts above it are accepted. Survival
+falls from a parent to its child, so taking drafts in the order of their survival takes every chain
+and every tree from its root. With B requests and the m best drafts a step emits B + (sum of their
+survivals) tokens and takes T(B + m) seconds. T is a staircase, so all m are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How many drafts of each request to verify, and what is expected of it.
+    """Which drafts of each request to verify, and what is expected of it.
 
-    counts: [B]
+    nodes: [B] of each request, the drafts to verify, in their order
     tokens, seconds: of the step
     """
 
-    counts: tuple[int, ...]
+    nodes: tuple[tuple[int, ...], ...]
     tokens: float
     seconds: float
 
@@ -31,41 +34,33 @@ class Choice:
 
 
 def choose(
-    survival: Sequence[Sequence[float]],
-    seconds: Callable[[int], float],
-    margin: float = 0.0,
-    max_rows: int | None = None,
+    survival: Sequence[Sequence[float]], seconds: NDArray[np.float64], margin: float = 0.0
 ) -> Choice:
-    """Return the counts of drafts with the highest goodput.
+    """Return the drafts with the highest goodput.
 
-    The same on every rank that is given the same numbers: of equal survivals the earlier depth,
+    The same on every rank that is given the same numbers: of equal survivals the earlier draft,
     then the earlier request goes first, and of equal goodputs the fewest rows.
 
-    survival: for each request, of each of its drafts, not rising
-    seconds: of a step with so many rows
+    survival: for each request, of each of its drafts; none above its parent's, which comes first
+    seconds: [at least B + 1] of a step with so many rows; there will be no more rows than it has
     margin: by which share drafting must beat plain decoding
-    max_rows: rows that a step may have
     """
     batch = len(survival)
-    slots = [
-        (-chance, depth, r)
-        for r, chain in enumerate(survival)
-        for depth, chance in enumerate(chain)
-    ]
-    slots.sort()
-    if max_rows is not None:
-        slots = slots[: max(0, max_rows - batch)]
-    plain = Choice((0,) * batch, float(batch), seconds(batch))
-    tokens, floor, taken = float(batch), plain.goodput * (1 + margin), 0
-    for m, (negative, _, _) in enumerate(slots, 1):
-        tokens -= negative
-        goodput = tokens / seconds(batch + m)
-        if goodput > floor:
-            floor, taken = goodput, m
-    if not taken:
-        return plain
-    counts = [0] * batch
-    for _, _, r in slots[:taken]:
-        counts[r] += 1
-    expected = batch - sum(negative for negative, _, _ in slots[:taken])
-    return Choice(tuple(counts), expected, seconds(batch + taken))
+    counts = [len(chain) for chain in survival]
+    chances = np.fromiter((chance for chain in survival for chance in chain), np.float64)
+    owners = np.repeat(np.arange(batch), counts)
+    places = np.fromiter((i for count in counts for i in range(count)), np.int64, sum(counts))
+    order = np.lexsort((owners, places, -chances))[: len(seconds) - batch - 1]
+    tokens = batch + np.concatenate([[0.0], chances[order].cumsum()])
+    goodput = tokens / np.maximum(seconds[batch : batch + len(tokens)], 1e-12)
+    best = int(goodput.argmax())
+    if goodput[best] <= goodput[0] * (1 + margin):
+        best = 0
+    nodes: list[list[int]] = [[] for _ in survival]
+    for i in order[:best].tolist():
+        nodes[owners[i]].append(int(places[i]))
+    return Choice(
+        tuple(tuple(sorted(mine)) for mine in nodes),
+        float(tokens[best]),
+        float(seconds[batch + best]),
+    )

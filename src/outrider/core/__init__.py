@@ -13,6 +13,7 @@ from outrider.core.proposal import (
     Sampled,
     Siblings,
     chain,
+    unite,
 )
 from outrider.core.request import FinishReason, Request
 from outrider.core.rules import (
@@ -66,6 +67,7 @@ __all__ = [
     "settle",
     "step",
     "target_law",
+    "unite",
     "verify",
     "verify_block",
     "verify_match",

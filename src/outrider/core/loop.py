@@ -30,12 +30,15 @@ class Budget:
           PointMass. The other rules want Sampled or Siblings, drawn with coins of their own.
     coins: to draw drafts with
     trees: whether drafts may branch: not every host can verify that
+    min_gain: what one more pass must promise a drafter that pays by the pass: so many accepted
+          drafts, of all requests together, by its own estimate
     """
 
     max_drafts: tuple[int, ...]
     rule: RuleName
     coins: Coins
     trees: bool = True
+    min_gain: float = 0.0
 
     def draft_seeds(self, seeds: Tensor, starts: Tensor) -> Tensor:
         """Return the seeds to draw drafts with, [N], for blocks that start at these positions."""
@@ -48,8 +51,14 @@ class Drafter(Protocol):
 
     `start` and `stop` frame a request's life; `propose` may be called for any of the requests in
     between, in any company; `observe` tells what was emitted, before the requests are extended.
-    A drafter that reads the target's hidden states will be handed them with the outcomes; none
-    does yet.
+
+    *Hidden states* (EAGLE, MTP). A drafter may have one more attribute, `hidden_layers`: the layers
+    of the target whose output it wants to read. 0 is the embedding, i the output of layer i; the
+    last layer's is what the head reads, after the final norm. `observe` then finds the states of
+    the rows that were kept in `Outcome.hidden`, the prompt's in the outcome of the first step: by
+    and by one for each token that the target has read. There may be none, or gaps: in a host that
+    does not give them (SGLang's, so far), for a prefix that was cached, or after a fault, when a
+    drafter is told its requests anew. It then drafts nothing, or without.
     """
 
     name: str

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, Generic, TypeVar, overload
 
 import torch
@@ -104,6 +103,24 @@ class Draft(Generic[L_co]):
     law: L_co
     confidences: tuple[float, ...] = ()
 
+    def keep(self, nodes: Sequence[int]) -> Draft[PointMass]:
+        """Return these drafts alone, in this order; each one's parent must be among them.
+
+        Nothing is claimed of them any more: a draft left out for what it is would change its law.
+        """
+        place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
+        return Draft(
+            tokens=tuple(self.tokens[node] for node in nodes),
+            parents=tuple(place[self.parents[node]] for node in nodes),
+            law=PointMass(),
+            confidences=tuple(self.sure[node] for node in nodes),
+        )
+
+    @property
+    def sure(self) -> tuple[float, ...]:
+        """[K] the confidences; 1 where the drafter does not say."""
+        return self.confidences or (1.0,) * len(self.tokens)
+
 
 @overload
 def chain(tokens: Sequence[int], *, confidences: Sequence[float] = ()) -> Draft[PointMass]: ...
@@ -118,6 +135,32 @@ def chain(
     parents = tuple(range(-1, len(tokens) - 1))
     claimed = PointMass() if law is None else law
     return Draft(tuple(tokens), parents, claimed, tuple(confidences))
+
+
+def unite(drafts: Sequence[Draft[Law]]) -> tuple[Draft[PointMass], list[list[int]]]:
+    """Join several drafts for one request into a tree that has each of their paths once.
+
+    Returns the tree and, for each of the drafts, where its tokens are in it. The first draft's come
+    first, in their order. A token is as sure as the surest says.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    sure: list[float] = []
+    known: dict[tuple[int, int], int] = {}
+    places: list[list[int]] = []
+    for draft in drafts:
+        mine: list[int] = []
+        for token, parent, confidence in zip(draft.tokens, draft.parents, draft.sure, strict=True):
+            above = ROOT if parent == ROOT else mine[parent]
+            node = known.setdefault((above, token), len(tokens))
+            if node == len(tokens):
+                tokens.append(token)
+                parents.append(above)
+                sure.append(confidence)
+            sure[node] = max(sure[node], confidence)
+            mine.append(node)
+        places.append(mine)
+    return Draft(tuple(tokens), tuple(parents), PointMass(), tuple(sure)), places
 
 
 @dataclass(frozen=True)
@@ -165,16 +208,17 @@ class Proposal(Generic[L_co]):
             num_drafts=tuple(len(draft.tokens) for draft in drafts),
             parents=tuple(parent for draft in drafts for parent in draft.parents),
             laws=tuple(draft.law for draft in drafts),
-            confidences=tuple(
-                sure for d in drafts for sure in d.confidences or (1.0,) * len(d.tokens)
-            ),
+            confidences=tuple(confidence for draft in drafts for confidence in draft.sure),
         )
 
     @staticmethod
-    def chains(tokens: Sequence[int], num_drafts: Sequence[int]) -> Proposal[PointMass]:
-        """Return chains of which nothing is claimed: their tokens one after the other."""
-        rest = iter(tokens)
-        return Proposal.of([chain(list(islice(rest, count))) for count in num_drafts])
+    def unclaimed(
+        tokens: Sequence[int], num_drafts: Sequence[int], parents: Sequence[int]
+    ) -> Proposal[PointMass]:
+        """Return drafts of which nothing is claimed: those of all requests one after the other."""
+        laws = (PointMass(),) * len(num_drafts)
+        ids = torch.tensor(list(tokens), dtype=torch.int64)
+        return Proposal(ids, tuple(num_drafts), tuple(parents), laws)
 
     @staticmethod
     def empty(batch_size: int) -> Proposal[PointMass]:
@@ -203,16 +247,15 @@ class Proposal(Generic[L_co]):
             confidences=tuple(sure for part, span in spans for sure in part.confidences[span]),
         )
 
-    def cut(self, counts: Sequence[int]) -> Proposal[PointMass]:
-        """Return the first drafts of each chain, so many of each request.
-
-        Nothing is claimed of them any more: a draft left out for what it is would change its law.
-        """
-        drafts, tokens = [], self.tokens.tolist()
-        for r, count in enumerate(counts):
-            span = slice(self.starts[r], min(self.starts[r] + count, self.starts[r + 1]))
-            drafts.append(chain(tokens[span], confidences=self.confidences[span]))
-        return Proposal.of(drafts)
+    def drafts(self) -> list[Draft[L_co]]:
+        """Return the drafts of each request. Waits for the device."""
+        tokens, found = self.tokens.tolist(), []
+        for start, end, law in zip(self.starts, self.starts[1:], self.laws, strict=False):
+            span = slice(start, end)
+            found.append(
+                Draft(tuple(tokens[span]), self.parents[span], law, self.confidences[span])
+            )
+        return found
 
     def to(self, device: torch.device) -> Proposal[L_co]:
         """Return the proposal with its tokens on this device."""

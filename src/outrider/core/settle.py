@@ -8,8 +8,10 @@ logprobs, counts, the drafter's feedback) derives from the outcome.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from outrider.core.proposal import Law, Proposal
 from outrider.core.request import FinishReason, Request
@@ -27,6 +29,10 @@ class Outcome:
     num_drafts: how many were proposed
     num_accepted_drafts: how many of `tokens` are drafts
     finish_reason: None if the request goes on
+    hidden: [m, layers, H] the target's hidden states, m >= n, for a drafter that asks for them: the
+          last n are those of `rows`, so that row -n + i led to `tokens[i]`; before them stands
+          what else the target read in this step, which is the prompt. None if nobody asked, or
+          if the host cannot give them.
     """
 
     request: Request
@@ -35,6 +41,7 @@ class Outcome:
     num_drafts: int
     num_accepted_drafts: int
     finish_reason: FinishReason | None
+    hidden: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -39,10 +39,12 @@ class GuardedDrafter:
     vocab_size: ids must lie below
     timeout: seconds for one call; None calls the drafter directly, without a thread
     fallbacks: requests that went without drafts, by reason
+    hidden_layers: those of the target that the drafter reads; () for one that reads none
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int, timeout: float | None = None) -> None:
         self.name = drafter.name
+        self.hidden_layers: tuple[int, ...] = tuple(getattr(drafter, "hidden_layers", ()))
         self.fallbacks: Counter[str] = Counter()
         self._drafter = drafter
         self._vocab_size = vocab_size

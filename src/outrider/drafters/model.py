@@ -2,13 +2,16 @@
 
 At temperature > 0 the drafter draws with the target's own coins (rule `match`): where the two laws
 agree, the same noise picks the same token.
+
+A pass that drafts one token knows the next best too. As *siblings* these cost rows of the target's
+pass, which are often free, and no pass of the draft model: the tree is one long chain with leaves.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,6 +28,7 @@ from outrider.core import (
     Request,
     Rows,
     Sampled,
+    TargetLaw,
     chain,
     target_law,
 )
@@ -71,13 +75,23 @@ class DraftModel(Protocol[S]):
 
 @dataclass
 class _State(Generic[S]):
-    """One request's sequence in the draft model, and what was drafted."""
+    """One request's sequence in the draft model, and what was drafted.
+
+    survival: the chance that all drafts are accepted, as the draft model sees it
+    siblings: (chance to be reached and accepted, depth, token, confidence)
+    """
 
     sequence: S
     drafts: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     survival: float = 1.0
+    siblings: list[tuple[float, int, int, float]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget what was drafted."""
+        self.drafts, self.laws, self.confidences, self.siblings = [], [], [], []
+        self.survival = 1.0
 
 
 class ModelDrafter(Generic[S]):
@@ -87,14 +101,23 @@ class ModelDrafter(Generic[S]):
     vocab_size: the target's logits; what the draft model has beyond it is padding
     min_survival: a request stops drafting when the probability that all its drafts so far are
         accepted, by the draft model's own estimate, falls below this
+    siblings: how many of the next best tokens to offer beside each draft, where the host verifies
+        trees, the rule is `match`, and the budget has room
     """
 
     name = "model"
 
-    def __init__(self, model: DraftModel[S], vocab_size: int, min_survival: float = 0.6) -> None:
+    def __init__(
+        self,
+        model: DraftModel[S],
+        vocab_size: int,
+        min_survival: float = 0.6,
+        siblings: int = 0,
+    ) -> None:
         self._model = model
         self._vocab_size = vocab_size
         self._min_survival = min_survival
+        self._siblings = siblings
         self._states: dict[int, _State[S]] = {}
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -108,12 +131,14 @@ class ModelDrafter(Generic[S]):
         The first pass also reads what the draft model has not seen yet.
         """
         for request in requests:
-            state = self._states[request.id]
-            state.drafts, state.laws, state.confidences, state.survival = [], [], [], 1.0
+            self._states[request.id].clear()
         while eager := self._eager(requests, budget):
             logits = self._model.extend([(s.sequence, self._unread(r, s)) for r, s in eager])
             self._draw(eager, self._fit(logits), budget)
-        return Proposal.of([self._draft(self._states[r.id], budget) for r in requests])
+        states = [self._states[request.id] for request in requests]
+        return Proposal.of(
+            [self._draft(s, k, budget) for s, k in zip(states, budget.max_drafts, strict=True)]
+        )
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Forget what was drafted in vain."""
@@ -135,16 +160,20 @@ class ModelDrafter(Generic[S]):
     def _eager(
         self, requests: Sequence[Request], budget: Budget
     ) -> list[tuple[Request, _State[S]]]:
-        """Return the requests that may and want to draft one more token."""
+        """Return the requests that may and want to draft one more token: none if too few do."""
         states = [(r, self._states[r.id]) for r in requests]
-        return [
+        # one that promises less than half its share of a pass only makes the pass longer
+        share = budget.min_gain / max(1, sum(most > 0 for most in budget.max_drafts))
+        least = max(self._min_survival, share / 2)
+        eager = [
             (request, state)
             for (request, state), most in zip(states, budget.max_drafts, strict=True)
             if len(state.drafts) < most
-            and state.survival >= self._min_survival
+            and state.survival >= least
             and request.length + len(state.drafts) <= self._model.max_length
             and max(self._unread(request, state)) < self._model.vocab_size
         ]
+        return eager if sum(state.survival for _, state in eager) >= budget.min_gain else []
 
     def _unread(self, request: Request, state: _State[S]) -> list[int]:
         """Return the tokens that the draft model has not cached."""
@@ -165,12 +194,15 @@ class ModelDrafter(Generic[S]):
         rows = Rows(requests, range(len(eager)), [len(path) for path in paths], lambda: paths)
         law = target_law(logits, rows)
         starts = torch.tensor([request.position for request in requests], device=logits.device)
-        drawn = law.draw(budget.coins, budget.draft_seeds(law.seeds, starts))
-        confidence = law.logits.softmax(-1).gather(-1, drawn[:, None])
+        seeds = budget.draft_seeds(law.seeds, starts)
+        drawn = law.draw(budget.coins, seeds)
+        every = law.logits.softmax(-1)
         probs = law.probs() if budget.rule != "match" else None
-        confident = confidence[:, 0].tolist()
+        confident = every.gather(-1, drawn[:, None])[:, 0].tolist()
         if any(math.isnan(probability) for probability in confident):
             raise DraftFault("the draft model's logits are not numbers")
+        if budget.trees and budget.rule == "match":
+            self._draw_siblings(states, law, drawn, every, budget, seeds)
         numbers = zip(drawn.tolist(), confident, strict=True)
         for i, (state, (token, probability)) in enumerate(zip(states, numbers, strict=True)):
             state.drafts.append(token)
@@ -179,8 +211,34 @@ class ModelDrafter(Generic[S]):
             if probs is not None:
                 state.laws.append(probs[i])
 
-    def _draft(self, state: _State[S], budget: Budget) -> Draft[Any]:
-        if budget.rule == "match" or not state.drafts:
-            return chain(state.drafts, confidences=state.confidences)
-        law = Sampled(torch.stack(state.laws))
-        return chain(state.drafts, law, confidences=state.confidences)
+    def _draw_siblings(
+        self,
+        states: Sequence[_State[S]],
+        law: TargetLaw,
+        drawn: Tensor,
+        every: Tensor,
+        budget: Budget,
+        seeds: Tensor,
+    ) -> None:
+        """Draw what would have been drawn, had the tokens before it been impossible."""
+        for _ in range(self._siblings):
+            law = replace(law, logits=law.logits.scatter(-1, drawn[:, None], -math.inf))
+            drawn = law.draw(budget.coins, seeds)
+            chances = every.gather(-1, drawn[:, None])[:, 0].tolist()
+            for state, token, chance in zip(states, drawn.tolist(), chances, strict=True):
+                if chance > 0.0:  # else there is no other token
+                    reached = state.survival * chance
+                    state.siblings.append((reached, len(state.drafts), token, min(1.0, chance)))
+
+    def _draft(self, state: _State[S], most: int, budget: Budget) -> Draft[Any]:
+        if budget.rule != "match" and state.drafts:
+            law = Sampled(torch.stack(state.laws))
+            return chain(state.drafts, law, confidences=state.confidences)
+        drafts = chain(state.drafts, confidences=state.confidences)
+        best = sorted(state.siblings, reverse=True)[: most - len(state.drafts)]
+        return Draft(
+            tokens=(*drafts.tokens, *(token for _, _, token, _ in best)),
+            parents=(*drafts.parents, *(depth - 1 for _, depth, _, _ in best)),
+            law=drafts.law,
+            confidences=(*drafts.confidences, *(chance for _, _, _, chance in best)),
+        )

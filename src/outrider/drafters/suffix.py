@@ -3,141 +3,177 @@
 Unlike an n-gram lookup it takes the longest match there is, looks at several earlier occurrences,
 and lets them vote: how much they agree says how far the draft may be trusted.
 
-*Memory.* A sequence is kept as arrays: its tokens (5 bytes each, with room to grow), and the hash
-of every ANCHOR tokens with its position, in the order of the hashes (12 bytes). Tokens emitted
-since the last merge are in a dict until there are enough of them to be merged. That makes 17 bytes
-a token, and SPARE entries of about 200: 256 requests of 32,768 tokens take at most 170 MB.
+*Memory.* A text is kept as its tokens, 4 bytes each, and a sorted array of keys, 8 bytes each: the
+hash of every few tokens, and where they end. With the room that a growing text is given, that is at
+most 13 bytes a token: 256 requests of 32,768 tokens take 109 MB.
 
 *Time.* A lookup is a binary search and a few comparisons of short runs, whatever the length of the
-sequence; a merge sorts, and is paid for by the tokens it takes in.
+text. The latest tokens, which have no keys yet, are searched as bytes. Once there are SPARE of them
+they get their keys: that takes time linear in the text (90 us at 32,768 tokens), so texts are not
+merged all in the same step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core import Budget, Law, Outcome, Proposal, Request, chain
+from outrider.drafters.shared import SEPARATOR, SharedTexts, tenant_of
 
 ANCHOR = 3
 """The shortest match, in tokens: what is hashed. Longer matches are found by looking behind it."""
 
 SPARE = 512
-"""How many tokens may wait for a merge."""
+"""How many tokens may wait for their keys."""
 
 TRUST = 4
 """A match of so many tokens is half as good as an endless one."""
 
 WIDTH = 8
-"""How many earlier occurrences are asked: the latest of the longest."""
+"""How many earlier occurrences are asked."""
 
-_MULTIPLIERS = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
-Longs = NDArray[np.uint64]
-Ints = NDArray[np.int32]
-
-
-def _hashes(tokens: Ints) -> Longs:
-    """Hash each run of ANCHOR tokens: entry i is of tokens[i : i + ANCHOR]."""
-    count = len(tokens) - ANCHOR + 1
-    total = np.zeros(max(0, count), np.uint64)
-    for i, multiplier in enumerate(_MULTIPLIERS):
-        total += (tokens[i : i + count].astype(np.uint64) + np.uint64(1)) * multiplier
-        total ^= total >> np.uint64(29)
-    return total
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_64_BITS = 2**64 - 1
+_BYTES = 4  # of a token
+_END_BITS = 32  # of a key; the other 31 are the hash
+Longs = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Match:
-    """An earlier occurrence of the end of a text.
+class Match(NamedTuple):
+    """An earlier occurrence of the end of a text. The longest is the greatest, then the latest.
 
-    end:    the position after it: what followed begins there
-    length: how many tokens before that are the same
+    length: how many tokens are the same
+    end:    the position after them: what followed begins there
     """
 
-    end: int
     length: int
+    end: int
 
 
 class SuffixIndex:
-    """Finds where the end of a growing text occurred before."""
+    """Finds where the end of a growing text occurred before.
 
-    def __init__(self, max_match: int = 64) -> None:
-        self._tokens: Ints = np.empty(0, np.int32)
-        self._length = 0
-        self._max_match = max_match
-        self._sorted: Longs = np.empty(0, np.uint64)  # hashes, in order
-        self._ends: Ints = np.empty(0, np.int32)  # the position after each hashed run
-        self._recent: dict[int, list[int]] = {}
-        self._merged = 0  # runs that end at or before this position are in the arrays
+    max_match: tokens of a match that are looked at; longer ones are not told apart
+    anchor: tokens of the shortest match
+    salt: sets its hashes apart from those of other texts, and the steps in which it merges
+    """
+
+    def __init__(self, max_match: int = 64, anchor: int = ANCHOR, salt: int = 0) -> None:
+        self._max_match, self._anchor, self._salt = max_match, anchor, salt & _64_BITS
+        self._text = bytearray()  # can be searched for a run of tokens, which an array cannot
+        self._keys: Longs = np.empty(0, np.int64)  # hash and end of each run, in order
+        self._merged = 0  # runs that end at or before this position have their keys
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._text) // _BYTES
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its arrays, without the dict of recent tokens."""
-        return self._tokens.nbytes + self._sorted.nbytes + self._ends.nbytes
+        """Return the bytes it takes, but for some 200 that are the same for every text."""
+        return sys.getsizeof(self._text) + self._keys.nbytes
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append to the text."""
-        first, new = self._length, len(tokens)
-        if first + new > len(self._tokens):
-            grown = np.empty((first + new) * 5 // 4 + 64, np.int32)
-            grown[:first] = self._tokens[:first]
-            self._tokens = grown
-        self._tokens[first : first + new] = tokens
-        self._length = first + new
-        if self._length - self._merged > SPARE:
+        self._text += array("i", tokens)
+        phase = self._salt % SPARE
+        if (len(self) + phase) // SPARE > (self._merged + phase) // SPARE:
             self._merge()
-            return
-        start = max(0, first - ANCHOR + 1)
-        for i, value in enumerate(_hashes(self._tokens[start : self._length]).tolist()):
-            end = start + i + ANCHOR
-            if end > first:
-                self._recent.setdefault(value, []).append(end)
 
     def _merge(self) -> None:
-        start = max(0, self._merged - ANCHOR + 1)
-        new = _hashes(self._tokens[start : self._length])
-        ends = np.arange(start + ANCHOR, self._length + 1, dtype=np.int32)
-        keep = ends > self._merged
-        hashes = np.concatenate([self._sorted, new[keep]])
-        all_ends = np.concatenate([self._ends, ends[keep]])
-        order = np.argsort(hashes, kind="stable")  # of equals, the earlier position first
-        self._sorted, self._ends = hashes[order], all_ends[order]
-        self._recent = {}
-        self._merged = self._length
+        start = max(0, self._merged - self._anchor + 1)
+        tokens = np.frombuffer(self._text, np.int32)[start:].astype(np.uint64)
+        count = max(0, len(tokens) - self._anchor + 1)
+        total = np.full(count, self._salt, np.uint64)
+        for i in range(self._anchor):  # as _hash does
+            total = (total + tokens[i : i + count]) * np.uint64(_MULTIPLIER)
+        new = (total >> np.uint64(_END_BITS + 1)).astype(np.int64) << _END_BITS
+        new |= np.arange(count) + start + self._anchor
+        new.sort()
+        keys = np.concatenate([self._keys, new])
+        keys.sort(kind="stable")  # merges what is sorted in two parts
+        self._keys, self._merged = keys, len(self)
 
-    def matches(self) -> list[Match]:
-        """Return the latest occurrences of the text's end before it, the longest first."""
-        if self._length < ANCHOR:
+    def _hash(self, run: bytes) -> int:
+        total = self._salt
+        for token in array("i", run):
+            total = (total + token) * _MULTIPLIER & _64_BITS
+        return total >> (_END_BITS + 1)
+
+    def matches(self, of: SuffixIndex | None = None) -> list[Match]:
+        """Return where the end of the text occurred before: the longest and the latest.
+
+        of: another text whose end is meant
+        """
+        ending = bytes((self if of is None else of)._text[-_BYTES * self._max_match :])
+        run = ending[-_BYTES * self._anchor :]
+        if len(run) < _BYTES * self._anchor:
             return []
-        value = _hashes(self._tokens[self._length - ANCHOR : self._length])[0]
-        recent = self._recent.get(int(value), [])[-WIDTH - 1 :]
-        low = int(np.searchsorted(self._sorted, value, "left"))
-        high = int(np.searchsorted(self._sorted, value, "right"))
-        ends = [*self._ends[max(low, high - WIDTH - 1) : high].tolist(), *recent]
-        found = [Match(end, self._same(end)) for end in ends if end < self._length]
-        found = [match for match in found if match.length >= ANCHOR]  # hashes may collide
-        return sorted(found, key=lambda match: (match.length, match.end), reverse=True)[:WIDTH]
+        recent = self._recent(run)
+        ends = list(islice(recent, WIDTH))
+        key = self._hash(run) << _END_BITS
+        high = int(self._keys.searchsorted(key | len(self)))
+        split = max(0, high - WIDTH + len(ends))
+        ends += [k - key for k in self._keys[split:high].tolist() if k >= key]
+        found = self._measure(ends, ending)
+        if len(ends) == WIDTH and max(found).length < self._max_match:  # a longer one may be older
+            old = self._keys[self._keys.searchsorted(key) : split] - key
+            rest = np.concatenate([old, np.fromiter(recent, np.int64)[::-1]])
+            found += self._measure(self._longest(rest, ending), ending)
+        found = [match for match in found if match.length >= self._anchor]  # hashes may collide
+        found.sort(reverse=True)
+        return found[:WIDTH]
 
-    def _same(self, end: int) -> int:
-        """Return how many tokens before `end` are those at the end of the text."""
-        span = min(end, self._max_match)
-        here = self._tokens[end - span : end]
-        last = self._tokens[self._length - span : self._length]
-        differ = np.flatnonzero(here != last)
-        return span - (int(differ[-1]) + 1 if len(differ) else 0)
+    def _recent(self, run: bytes) -> Iterator[int]:
+        """Yield where the run ends among the tokens without keys, the latest first."""
+        start = _BYTES * max(0, self._merged - self._anchor + 1)
+        at = len(self._text) - len(run)  # where nothing follows is no match
+        while (at := self._text.rfind(run, start, at + len(run) - 1)) >= 0:
+            if at % _BYTES == 0:
+                yield at // _BYTES + self._anchor
 
-    def following(self, match: Match, count: int) -> list[int]:
+    def _measure(self, ends: Sequence[int], ending: bytes) -> list[Match]:
+        """Return the matches at these ends, with their lengths."""
+        found, span, last = [], len(ending) // _BYTES, int.from_bytes(ending, "little")
+        for end in ends:
+            first = max(0, end - span)
+            here = int.from_bytes(self._text[_BYTES * first : _BYTES * end], "little")
+            # aligned at their ends, the last tokens are the highest digits
+            differ = (here << 8 * _BYTES * (first - end + span)) ^ last
+            same = span - -(-differ.bit_length() // (8 * _BYTES))
+            found.append(Match(min(same, end), end))
+        return found
+
+    def _longest(self, ends: Longs, ending: bytes) -> list[int]:
+        """Return ends of the longest matches among those of an anchor, the latest ones."""
+        text, last = np.frombuffer(self._text, np.int32), np.frombuffer(ending, np.int32)
+        for n in range(self._anchor + 1, len(last) + 1):
+            if len(ends) <= WIDTH:
+                break
+            ends = ends[int(ends[0] < n) :]  # all are n - 1 or more, and in order
+            longer = ends[text[ends - n] == last[-n]]
+            if not len(longer):
+                break
+            ends = longer
+        latest: list[int] = ends[-WIDTH:].tolist()
+        return latest
+
+    def following(self, match: Match, count: int) -> tuple[int, ...]:
         """Return what followed a match. A copy that reaches the end goes on with itself."""
-        period = self._length - match.end
-        if count <= period:
-            return [int(token) for token in self._tokens[match.end : match.end + count]]
-        return [int(self._tokens[match.end + i % period]) for i in range(count)]
+        run = tuple(array("i", self._text[_BYTES * match.end : _BYTES * (match.end + count)]))
+        return run if len(run) == count else (run * (count // len(run) + 1))[:count]
+
+    def tokens_from(self, start: int) -> list[int]:
+        """Return the tokens at position `start` and beyond."""
+        return array("i", self._text[_BYTES * start :]).tolist()
 
 
 @dataclass(frozen=True)
@@ -148,9 +184,9 @@ class Continuation:
     length: of the match behind it
     """
 
-    tokens: tuple[int, ...]
-    votes: tuple[float, ...]
-    length: int
+    tokens: tuple[int, ...] = ()
+    votes: tuple[float, ...] = ()
+    length: int = 0
 
     @property
     def confidences(self) -> tuple[float, ...]:
@@ -162,57 +198,102 @@ class Continuation:
         )
 
 
-def vote(index: SuffixIndex, count: int) -> Continuation:
-    """Return what most of the earlier occurrences say comes next, token by token."""
-    found = index.matches()
-    if not found or not count:
-        return Continuation((), (), 0)
+def vote(
+    index: SuffixIndex, count: int, width: int = WIDTH, of: SuffixIndex | None = None
+) -> Continuation:
+    """Return what most of the earlier occurrences say comes next, token by token.
+
+    width: how many of them are asked
+    of: another text that is to be continued
+    """
+    found = index.matches(of)[:width] if count else []
+    if not found:
+        return Continuation()
     # an occurrence that matches less is worth less: it may be another context
-    says = [(index.following(match, count), float(match.length)) for match in found]
-    total = sum(weight for _, weight in says)
+    says: dict[tuple[int, ...], int] = {}
+    for match in found:
+        text = index.following(match, count)
+        says[text] = says.get(text, 0) + match.length
+    total = sum(says.values())
     tokens: list[int] = []
     votes: list[float] = []
-    for i in range(count):
-        weights: dict[int, float] = {}
-        for text, weight in says:
-            weights[text[i]] = weights.get(text[i], 0.0) + weight
+    while len(says) > 1:
+        i, weights = len(tokens), dict[int, int]()
+        for text, weight in says.items():
+            weights[text[i]] = weights.get(text[i], 0) + weight
         # of equals the one that the longest, latest match says: it comes first
-        best = max(weights, key=lambda token: weights[token])
+        best = max(weights, key=weights.__getitem__)
         tokens.append(best)
         votes.append(weights[best] / total)
-        says = [(text, weight) for text, weight in says if text[i] == best]
-    return Continuation(tuple(tokens), tuple(votes), found[0].length)
+        says = {text: weight for text, weight in says.items() if text[i] == best}
+    [(text, weight)] = says.items()  # texts that agree to the end are the same
+    alone = count - len(tokens)
+    return Continuation(
+        (*tokens, *text[len(tokens) :]), (*votes, *[weight / total] * alone), found[0].length
+    )
 
 
 class SuffixDrafter:
     """Drafts what followed the longest suffix before, as far as the occurrences agree.
 
     min_vote: drafts end where fewer of the occurrences agree, as a share
+    min_match: tokens of the shortest match
     max_match: tokens of a match that are looked at; longer ones are not told apart
+    width: how many occurrences are asked
+    shared_tokens: of finished outputs, so many tokens are kept for requests of the same tenant
+        whose own text has no match. 0 for none: a draft that is found there is verified faster,
+        and so tells users of a tenant about each other.
     """
 
     name = "suffix"
 
-    def __init__(self, min_vote: float = 0.3, max_match: int = 64) -> None:
-        if not 0 <= min_vote <= 1 or max_match < ANCHOR:
-            raise ValueError(f"need 0 <= min_vote <= 1 and max_match >= {ANCHOR}")
-        self._min_vote, self._max_match = min_vote, max_match
+    def __init__(
+        self,
+        min_vote: float = 0.3,
+        min_match: int = ANCHOR,
+        max_match: int = 64,
+        width: int = WIDTH,
+        shared_tokens: int = 0,
+    ) -> None:
+        if not 0 <= min_vote <= 1 or not 1 <= min_match <= max_match or not 1 <= width <= WIDTH:
+            raise ValueError(
+                f"need 0 <= min_vote <= 1, 1 <= min_match <= max_match and 1 <= width <= {WIDTH}"
+            )
+        self._min_vote, self._width = min_vote, width
+        self._new_index = partial(SuffixIndex, max_match, min_match)
         self._indices: dict[int, SuffixIndex] = {}
+        self._shared = SharedTexts(shared_tokens, self._new_index)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all texts."""
+        return sum(index.nbytes for index in self._indices.values()) + self._shared.nbytes
 
     def start(self, requests: Sequence[Request]) -> None:
         """Index the prompts."""
         for request in requests:
-            index = self._indices[request.id] = SuffixIndex(self._max_match)
+            index = self._indices[request.id] = self._new_index(request.id)
             index.extend([*request.prompt, *request.output])
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Propose what most occurrences say."""
         drafts = []
         for request, most in zip(requests, budget.max_drafts, strict=True):
-            found = vote(self._indices[request.id], most)
+            found = self._continue(request, most)
             count = sum(share >= self._min_vote for share in found.votes)  # votes only fall
+            if SEPARATOR in found.tokens:
+                count = min(count, found.tokens.index(SEPARATOR))
             drafts.append(chain(found.tokens[:count], confidences=found.confidences[:count]))
         return Proposal.of(drafts)
+
+    def _continue(self, request: Request, count: int) -> Continuation:
+        own = self._indices[request.id]
+        found = vote(own, count, self._width)
+        if not found.tokens and count:
+            for text in self._shared.of(tenant_of(request)):
+                if (found := vote(text, count, self._width, of=own)).tokens:
+                    break
+        return found
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Index the emitted tokens."""
@@ -220,6 +301,7 @@ class SuffixDrafter:
             self._indices[outcome.request.id].extend(outcome.tokens)
 
     def stop(self, requests: Sequence[Request]) -> None:
-        """Forget the requests."""
+        """Forget the requests, but for outputs that are to be shared."""
         for request in requests:
-            self._indices.pop(request.id, None)
+            if index := self._indices.pop(request.id, None):
+                self._shared.add(tenant_of(request), index.tokens_from(len(request.prompt)))

@@ -162,6 +162,7 @@ def stream(
             )
     found = _drafter(drafter, model, host.runner, tokenizer, draft_tokenizer)
     guarded = GuardedDrafter(found, host.runner.vocab_size, draft_timeout)
+    host.read_hidden(guarded.hidden_layers)
     result = Generation(
         prompts=[list(request.prompt) for request in requests],
         outputs=[request.output for request in requests],
@@ -191,8 +192,10 @@ def _run(
             done = step(host, drafter, active, budget)
             host.commit(done.outcomes)
             if prompts_read:
-                drafter.observe(done.outcomes)
                 result.stats.record(done.outcomes, done.proposal)
+            else:
+                drafter.start(active)
+            drafter.observe(host.with_hidden(done.outcomes))
             _record_logprobs(done, result)
             for outcome in done.outcomes:
                 outcome.apply()
@@ -202,8 +205,6 @@ def _run(
             active = [r for r in active if not r.finish_reason]
             host.release(ended)
             drafter.stop(ended)
-            if not prompts_read:
-                drafter.start(active)
     finally:
         host.release(active)
         drafter.stop(active)

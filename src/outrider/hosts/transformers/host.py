@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.core import Law, Outcome, Proposal, Request
+from outrider.core import Law, Outcome, Proposal, Request, Unsupported
 from outrider.hosts.transformers.pool import CachedSequence
 from outrider.hosts.transformers.runner import Exactness, Runner, Segment
 
@@ -18,6 +19,17 @@ class TransformersHost:
     def __init__(self, model: PreTrainedModel, exactness: Exactness = "law") -> None:
         self.runner = Runner(model, exactness)
         self._sequences: dict[int, CachedSequence] = {}
+        self._hidden_layers: tuple[int, ...] = ()
+        self._hidden: dict[int, Tensor] = {}  # of each request's rows in the last pass
+
+    def read_hidden(self, layers: Sequence[int]) -> None:
+        """Capture the hidden states of these layers from now on, for `with_hidden`."""
+        last = self.runner.num_layers
+        if any(not 0 <= layer <= last for layer in layers):
+            raise Unsupported(
+                f"hidden states of layers {tuple(layers)}", fix=f"choose from 0 to {last}"
+            )
+        self._hidden_layers = tuple(layers)
 
     def forward(self, requests: Sequence[Request], proposal: Proposal[Law]) -> Tensor:
         """Run the target over each request's last token and drafts. Return their logits, [N, V].
@@ -31,7 +43,10 @@ class TransformersHost:
             unread = request.tokens_from(sequence.length)
             own = slice(proposal.starts[r], proposal.starts[r + 1])
             segments.append(_segment(sequence, unread, drafts[own], proposal.parents[own]))
-        return self.runner.run(segments)
+        logits, hidden = self.runner.run_with_hidden(segments, self._hidden_layers)
+        if self._hidden_layers:
+            self._hidden = {r.id: states for r, states in zip(requests, hidden, strict=True)}
+        return logits
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the cache entries of the rows that were kept, and drop the others."""
@@ -40,11 +55,24 @@ class TransformersHost:
             sequence.length = outcome.request.length - 1
             self.runner.pool.keep(sequence, outcome.rows)
 
+    def with_hidden(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+        """Return the outcomes of the last pass with the hidden states of what was kept."""
+        if not self._hidden_layers:
+            return outcomes
+        states, self._hidden = self._hidden, {}  # a prompt's are large: keep them no longer
+        return [replace(o, hidden=_kept(states[o.request.id], o)) for o in outcomes]
+
     def release(self, requests: Sequence[Request]) -> None:
         """Give the slots of these requests back."""
         for request in requests:
             if sequence := self._sequences.pop(request.id, None):
                 self.runner.close(sequence)
+
+
+def _kept(states: Tensor, outcome: Outcome) -> Tensor:
+    """Return the states of a request's rows up to its root, and of the kept ones beyond."""
+    root = len(states) - 1 - outcome.num_drafts
+    return states[[*range(root), *(root + row for row in outcome.rows)]]
 
 
 def _segment(

@@ -79,7 +79,7 @@ class Runner:
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 2**31
-        self._num_layers: int = config.num_hidden_layers
+        self.num_layers: int = config.num_hidden_layers
         self._configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
         if exactness == "bitwise" and model not in _PROVEN:
             self._prove_invariance()
@@ -104,27 +104,43 @@ class Runner:
         """Forget the tokens beyond this length."""
         sequence.length = min(sequence.length, length)
 
-    @torch.inference_mode()
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Run the model once over all segments. Return the wanted logits, in order, [n, V].
 
         Nothing is kept yet: `KVPool.keep` says which rows are.
         """
+        return self.run_with_hidden(segments)[0]
+
+    @torch.inference_mode()
+    def run_with_hidden(
+        self, segments: Sequence[Segment], layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Run, and return the hidden states of every segment too, [tokens, layers, H] each.
+
+        layers: as in `Drafter`; if there are none, nothing is captured
+        """
         if self.exactness == "law":
-            return self._forward(segments)
+            return self._forward(segments, layers)
         # A prompt passes alone, in its natural shape: a function of the prompt, whoever else
         # is there. All other rows share a pass and are invariant by tiles.
         prompts = [i for i, s in enumerate(segments) if s.is_prompt]
         others = [i for i, s in enumerate(segments) if not s.is_prompt]
-        logits: dict[int, Tensor] = {i: self._forward([segments[i]]) for i in prompts}
+        logits: dict[int, Tensor] = {}
+        hidden: dict[int, Tensor] = {}
+        for i in prompts:
+            logits[i], (hidden[i],) = self._forward([segments[i]], layers)
         if others:
             wanted = [len(segments[i].tokens) - segments[i].logits_from for i in others]
             with RowInvariant():
-                together = self._forward([segments[i] for i in others])
+                together, states = self._forward([segments[i] for i in others], layers)
             logits |= dict(zip(others, together.split(wanted), strict=True))
-        return torch.cat([logits[i] for i in range(len(segments))])
+            hidden |= dict(zip(others, states, strict=True))
+        everyone = range(len(segments))
+        return torch.cat([logits[i] for i in everyone]), [hidden[i] for i in everyone]
 
-    def _forward(self, segments: Sequence[Segment]) -> Tensor:
+    def _forward(
+        self, segments: Sequence[Segment], layers: Sequence[int]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
         device = self.model.device
         places = ROWS if self.exactness == "bitwise" else None
         step = _Pass.plan(segments, self.pool, places, device)
@@ -136,14 +152,20 @@ class Runner:
                 attention_mask=torch.zeros(1, 1, 1, 1, device=device),
                 use_cache=False,
                 logits_to_keep=torch.tensor(step.wanted, device=device),
+                # all layers' states then live until the end of the pass
+                output_hidden_states=bool(layers),
             )
-        if len(step.layers) != self._num_layers:
+        if len(step.layers) != self.num_layers:
             raise Unsupported(
-                f"{type(self.model).__name__}: {len(step.layers)} of {self._num_layers} layers "
+                f"{type(self.model).__name__}: {len(step.layers)} of {self.num_layers} layers "
                 "reached Outrider's attention",
                 fix="use a model whose layers all go through Transformers' AttentionInterface",
             )
-        return cast(Tensor, out.logits[0])
+        if layers:
+            hidden = torch.stack([out.hidden_states[layer][0] for layer in layers], dim=1)
+        else:
+            hidden = out.logits.new_empty((len(step.tokens), 0, 0))
+        return out.logits[0], hidden.split([len(segment.tokens) for segment in segments])
 
     @contextmanager
     def _own_attention(self, step: _Pass) -> Iterator[None]:
