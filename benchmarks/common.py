@@ -16,6 +16,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+IMAGES = Path(__file__).parents[1] / "docs" / "img"
 PACKAGES = ("outrider", "torch", "triton", "transformers", "sglang")
 PROMPTS = {
     "code": [
@@ -67,6 +68,28 @@ def spread(values: list[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, set to make the same SVG of the same figures; None without it."""
+    if find_spec("matplotlib") is None:
+        return None
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "outrider", "svg.fonttype": "none", "font.size": 9}
+    matplotlib.rcParams |= {"axes.spines.top": False, "axes.spines.right": False}
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def save_plot(figure: Any, topic: str, folder: Path = IMAGES) -> None:
+    """Write docs/img/<topic>.svg, or to another folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{topic}.svg"
+    figure.savefig(file, facecolor="white", metadata={"Date": None})
+    print(f"wrote {_shown(file)}")
+
+
 def provenance() -> dict[str, Any]:
     """Say what made a figure: versions, commit, command, machine, date."""
     import torch
@@ -98,8 +121,16 @@ def provenance() -> dict[str, Any]:
 
 
 def write(topic: str, result: dict[str, Any], file: Path | None = None) -> None:
-    """Write benchmarks/results/<topic>.json, or another file."""
+    """Write benchmarks/results/<topic>.json, or another file.
+
+    The provenance is this run's, unless the result brings that of the run that measured.
+    """
     file = file or Path(__file__).parent / "results" / f"{topic}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"provenance": provenance(), **result}, indent=2) + "\n")
-    print(f"wrote {file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}")
+    made = {} if "provenance" in result else {"provenance": provenance()}
+    file.write_text(json.dumps({**made, **result}, indent=2) + "\n")
+    print(f"wrote {_shown(file)}")
+
+
+def _shown(file: Path) -> Path:
+    return file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file

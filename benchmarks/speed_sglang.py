@@ -12,21 +12,14 @@ differently in batches of other shapes, in bare SGLang too, and a tie may then f
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
-import psutil
 from common import PROMPTS, chat_ids, model_path, spread, write
+from common_sglang import measure, outrider_flags, same_outputs, side_by_side
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "sglang"))
-from server import Server
 
 BARE = "bare sglang"
 METHODS: dict[str, dict[str, Any]] = {
@@ -39,65 +32,6 @@ FLAGS = [
     *("--dtype", "bfloat16", "--mem-fraction-static", "0.6", "--max-total-tokens", "6144"),
     *("--max-running-requests", "8", "--context-length", "1024", "--enable-metrics"),
 ]
-
-
-class Suspendable(Server):
-    """A server that can be frozen while the other one works."""
-
-    def family(self) -> list[psutil.Process]:
-        """Return the server's processes."""
-        tree = psutil.Process(self.process.pid)
-        return [tree, *tree.children(recursive=True)]
-
-    def suspend(self) -> None:
-        """Stop all its processes."""
-        for process in self.family():
-            process.suspend()
-
-    def resume(self) -> None:
-        """Let them go on."""
-        for process in self.family():
-            process.resume()
-
-
-def seconds_by_part(server: Server) -> dict[str, float]:
-    """Return the time of decode steps so far, by part."""
-    found = server.metrics()
-    parts = ("draft_forward", "draft", "forward", "verify", "host", "scheduler")
-    key = "outrider:step_seconds_total"
-    return {
-        part: sum(v for k, v in found.items() if k.startswith(key) and f'part="{part}"' in k)
-        for part in parts
-    }
-
-
-def measure(
-    server: Suspendable, prompts: list[list[int]], tokens: int, wishes: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Ask for all prompts at once. Return the time and the answers."""
-    server.resume()
-    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    if wishes is not None:
-        params["custom_params"] = {"outrider": wishes}
-    bodies = [{"input_ids": ids, "sampling_params": params} for ids in prompts]
-    server.post("/flush_cache", {})
-    before = seconds_by_part(server)
-    started = time.perf_counter()
-    answers = server.ask_all([("/generate", body) for body in bodies], len(bodies))
-    seconds = time.perf_counter() - started
-    after = seconds_by_part(server)
-    server.suspend()
-    metas = [answer["meta_info"] for answer in answers]
-    steps = sum(meta.get("spec_verify_ct", 0) for meta in metas)
-    return {
-        "seconds": round(seconds, 3),
-        "tokens": sum(meta["completion_tokens"] for meta in metas),
-        "accepted": sum(meta.get("spec_accepted_drafts", 0) for meta in metas),
-        "proposed": sum(meta.get("spec_proposed_drafts", 0) for meta in metas),
-        "request_steps": steps,
-        "parts": {part: round(after[part] - before[part], 3) for part in after},
-        "outputs": [answer["output_ids"] for answer in answers],
-    }
 
 
 def main() -> None:
@@ -114,30 +48,13 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true")
     args = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(model_path(args.target))
-    target, draft = Path(model_path(args.target)), model_path(args.draft)
-    logs = Path(tempfile.mkdtemp(prefix="outrider-bench-"))
-    threads = {"OMP_NUM_THREADS": args.threads}
-    outrider = [
-        *("--attention-backend", "outrider", "--speculative-algorithm", "OUTRIDER"),
-        *("--speculative-draft-model-path", draft, "--speculative-num-steps", "8"),
-    ]
-    bare = Suspendable(
-        target,
-        *FLAGS,
-        *("--attention-backend", "torch_native"),
-        log=logs / "bare.log",
-        SGLANG_PLUGINS="none",
-        **threads,
-    )
-    bare.wait()  # one after the other: SGLang looks how much memory is left
-    ours = Suspendable(target, *FLAGS, *outrider, log=logs / "ours.log", **threads)
+    ours = outrider_flags(args.draft, 8)
     runs: list[dict[str, Any]] = []
-    with Progress() as progress, bare, ours:
-        bare.suspend()
-        ours.suspend()
+    servers = side_by_side(args.target, FLAGS, ours, args.threads)
+    with Progress() as progress, servers as (bare, drafting):
         warm = [chat_ids(tokenizer, "Hello")]
         measure(bare, warm, 8, None)
-        measure(ours, warm, 8, {})
+        measure(drafting, warm, 8, {})
         cells = [(k, b, r) for r in range(args.rounds) for b in args.batches for k in args.kinds]
         names = [BARE, *args.methods]
         task = progress.add_task("measuring", total=len(cells) * len(names))
@@ -146,14 +63,12 @@ def main() -> None:
             # requests of one batch differ, so that each has a cache and drafts of its own
             prompts = [chat_ids(tokenizer, f"{text} ({i})") for i, text in enumerate(texts)]
             for name in names:
-                server = bare if name == BARE else ours
+                server = bare if name == BARE else drafting
                 found = measure(server, prompts, args.tokens, METHODS.get(name))
                 runs.append(
                     {"kind": kind, "batch": batch, "round": round_, "method": name, **found}
                 )
                 progress.advance(task)
-        bare.resume()
-        ours.resume()
     report(runs, names, args)
 
 
@@ -168,19 +83,15 @@ def report(runs: list[dict[str, Any]], names: list[str], args: argparse.Namespac
             own = [run for run in here if run["method"] == name]
             speeds = [run["tokens"] / run["seconds"] for run in own]
             ratios = [p["seconds"] / run["seconds"] for run, p in zip(own, plain, strict=True)]
-            pairs = [
-                (a, b)
-                for run, p in zip(own, plain, strict=True)
-                for a, b in zip(run["outputs"], p["outputs"], strict=True)
-            ]
-            same = sum(a == b for a, b in pairs)
+            same = sum(same_outputs(run, p) for run, p in zip(own, plain, strict=True))
+            asked = sum(len(run["outputs"]) for run in own)
             cell: dict[str, Any] = {
                 "kind": kind,
                 "batch": batch,
                 "method": name,
                 "tokens_per_second": spread(speeds),
                 "times_bare": spread(ratios),
-                "same_tokens_as_bare": f"{same}/{len(pairs)}",
+                "same_tokens_as_bare": f"{same}/{asked}",
             }
             steps = sum(run["request_steps"] for run in own)
             total = sum(sum(run["parts"].values()) for run in own)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import workload
 
 from outrider.core import Unsupported
-from outrider.hosts.sglang import settings
 from outrider.hosts.sglang.drafting import Drafters
 from outrider.hosts.sglang.profile import Profile
 
@@ -24,7 +21,7 @@ FLAGS = [
 def server(launch, model_dir, noisy, tmp_path_factory):
     model = model_dir("stories15m")
     path = tmp_path_factory.mktemp("profile") / "profile.yaml"
-    path.write_text("drafter: adaptive\n")
+    path.write_text("drafter: adaptive\ndraft_bits: 4\n")
     draft = ["--speculative-draft-model-path", str(noisy(model))]
     return launch("adaptive", model, *FLAGS, *draft, OUTRIDER_CONFIG=str(path)).wait()
 
@@ -50,14 +47,6 @@ def test_the_answers_are_those_of_plain_decoding(server):
     drafted = counters["outrider:draft_tokens_total"]
     assert 0 < counters["outrider:accepted_draft_tokens_total"] < drafted
     assert not counters.get("outrider:fallbacks_total")
-
-
-def test_ranks_must_not_trust_their_own_clocks(monkeypatch):
-    monkeypatch.setattr(settings, "load_profile", lambda: Profile(drafter="adaptive"))
-    monkeypatch.setattr(settings, "REFUSED", ())
-    args = SimpleNamespace(tp_size=2, speculative_draft_model_path=None)
-    with pytest.raises(Unsupported, match="tp-size"):
-        settings.apply(args)
 
 
 def test_options_are_checked():

@@ -14,7 +14,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from outrider.core import Proposal
+from outrider.core import Proposal, chain
 from outrider.hosts.sglang import rows
 from outrider.hosts.sglang.rows import Block, Penalties, can_roll_back
 
@@ -83,8 +83,7 @@ def alone(r, path, logits):
 
 def row_logits(advance=True, monkeypatch=None):
     batch = Batch([Req(str(r), OUTPUTS[r], **params) for r, params in enumerate(PARAMS)])
-    drafts = [token for draft in DRAFTS for token in draft]
-    proposal = Proposal.chains(drafts, [len(d) for d in DRAFTS])
+    proposal = Proposal.of([chain(draft) for draft in DRAFTS])
     logits = torch.randn(proposal.num_rows, V, generator=torch.Generator().manual_seed(0))
     if not advance:
         monkeypatch.setattr(rows, "advance", lambda *args: None)
@@ -227,6 +226,6 @@ def test_mask_on_cpu(grammars):
 def test_block_of_slots():
     block = Block(torch.arange(10, 19), (0, 3, 4, 9))
     assert block.rows([2, 0, 1]) == [0, 1, 2, 3, 4, 5]
-    kept, rejected = block.split([1, 1, 3])
+    kept, rejected = block.split([[0], [0], [0, 1, 2]])
     assert kept.tolist() == [10, 13, 14, 15, 16]
     assert rejected.tolist() == [11, 12, 17, 18]

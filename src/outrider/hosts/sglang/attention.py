@@ -1,13 +1,15 @@
 """The attention backend `outrider`: on CPU, plain torch; its Triton twin is beside it.
 
 Rows of one request that stand beside each other share its keys: a verify pass reads the cache once
-for each request. With `--enable-deterministic-inference` a row's result depends on nothing but its
-own past: prefill in any chunks, decode and verify give the same bits.
+for each request, also where its drafts branch. With `--enable-deterministic-inference` a row's
+result depends on nothing but its own past: prefill in any chunks, decode and verify, chain or tree,
+give the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -19,8 +21,11 @@ from torch import Tensor
 
 from outrider.core import Unsupported
 from outrider.kernels import use_triton
-from outrider.kernels.paged_attention import Past, Tiles, paged_attention, tile_rows
+from outrider.kernels.paged_attention import Past, Tiles, branches, paged_attention, tile_rows
 from outrider.kernels.row_invariant import ROWS
+
+FEW_ROWS = 32
+"""Requests with at most so many rows are put together; one with more is a prompt."""
 
 
 def attention_backend(runner: Any) -> AttentionBackend:
@@ -51,32 +56,56 @@ class OutriderAttention(AttentionBackend):
         self._deterministic = args.enable_deterministic_inference
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._pasts: list[Past] = []
+        self._batches: list[_Batch] = []
         self._tiles: Tiles | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Find which rows share which keys, once for all layers."""
         lines = forward_batch.req_pool_indices.tolist()
         if forward_batch.forward_mode.is_decode():
-            self._pasts = self._decode_pasts(lines, forward_batch.seq_lens.tolist())
+            requests = self._decode_pasts(forward_batch)
         else:
             prefixes, counts = (
                 forward_batch.extend_prefix_lens_cpu,
                 forward_batch.extend_seq_lens_cpu,
             )
-            self._pasts, start = [], 0
+            requests, start = [], 0
             for line, prefix, count in zip(lines, prefixes, counts, strict=True):
                 if count:
                     lens = range(prefix + 1, prefix + count + 1)
-                    self._pasts.append(self._past(line, range(start, start + count), lens))
+                    requests.append([self._past(line, range(start, start + count), lens)])
                 start += count
+        self._pasts = [past for pasts in requests for past in pasts]
         self._tiles = tile_rows(self._pasts, ROWS) if self._deterministic else None
+        self._batches = []
+        if self._tiles is None:
+            self._batches = _batches([_Run.of(pasts) for pasts in requests])
 
-    def _decode_pasts(self, lines: Sequence[int], lens: Sequence[int]) -> list[Past]:
-        pasts = []
+    def _decode_pasts(self, forward_batch: Any) -> list[list[Past]]:
+        """Return the pasts of each request: one for a chain, one for each branch of a tree."""
+        lines, lens = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
+        trees, slots = forward_batch.spec_info, forward_batch.out_cache_loc
+        requests = []
         for line, group in groupby(range(len(lines)), key=lambda row: lines[row]):
             rows = list(group)
-            pasts.append(self._past(line, rows, [lens[row] for row in rows]))
-        return pasts
+            if trees is None:
+                requests.append([self._past(line, rows, [lens[row] for row in rows])])
+                continue
+            first, prefix = rows[0], lens[rows[0]] - 1
+            cached, own = self._req_to_token[line, :prefix].long(), slots[first : rows[-1] + 1]
+            parents = [trees.parents[row] - first for row in rows[1:]]
+            requests.append(
+                [
+                    Past(
+                        [first + node for node in nodes],
+                        [lens[first + node] for node in nodes],
+                        torch.cat([cached, own[path]]),
+                        prefix,
+                    )
+                    for nodes, path in branches([-1, *parents])
+                ]
+            )
+        return requests
 
     def _past(self, line: int, rows: Sequence[int], lens: Sequence[int]) -> Past:
         return Past(rows, lens, self._req_to_token[line, : max(lens)].long())
@@ -107,7 +136,7 @@ class OutriderAttention(AttentionBackend):
         """Attend from each row to its past in the cache. q: [N, Hq, D] -> [N, Hq, Dv]."""
         window, cap = self._limits(layer)
         if self._tiles is None and window is None and cap is None:
-            return _sdpa(q, k, v, self._pasts, layer.scaling)
+            return _sdpa(q, k, v, self._batches, layer.scaling)
         tiles = self._tiles or tile_rows(self._pasts)
         return paged_attention(q, k, v, tiles, layer.scaling, window, cap)
 
@@ -122,19 +151,117 @@ class OutriderAttention(AttentionBackend):
         return False
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, pasts: Sequence[Past], scale: float) -> Tensor:
-    """Attend with torch's own kernel, request by request."""
-    out = q.new_empty(*q.shape[:2], v.shape[-1])
-    for past in pasts:
-        rows = slice(past.rows[0], past.rows[-1] + 1)
-        keys, values = (cache[past.slots].to(q.dtype).transpose(0, 1)[None] for cache in (k, v))
-        queries = q[rows].transpose(0, 1)[None]
-        mask = None
-        if past.lens[0] < past.lens[-1]:
-            lens = torch.tensor(past.lens)
-            mask = torch.arange(past.lens[-1]) < lens[:, None]
-        found = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+@dataclass(frozen=True)
+class _Run:
+    """The rows of one request, which stand beside each other, and what they see.
+
+    slots: [L] of the keys that any of them sees
+    mask:  [rows, L] which of them each row sees
+    """
+
+    first: int
+    slots: Tensor
+    mask: Tensor
+
+    @staticmethod
+    def of(pasts: Sequence[Past]) -> _Run:
+        """Put the branches of one request together: the keys that they share stand once."""
+        first, count = min(past.rows[0] for past in pasts), sum(len(past.rows) for past in pasts)
+        if len(pasts) == 1:
+            (past,) = pasts
+            ends = torch.tensor(past.lens)[:, None]
+            return _Run(first, past.slots, torch.arange(max(past.lens)) < ends)
+        prefix = pasts[0].prefix
+        mask = torch.zeros(count, prefix + count, dtype=torch.bool)
+        mask[:, :prefix] = True
+        own: dict[int, int] = {}  # slot of a row -> where it stands behind the prefix
+        for past in pasts:
+            tail = past.slots[prefix:].tolist()
+            places = [own.setdefault(slot, len(own)) for slot in tail]
+            for row, length in zip(past.rows, past.lens, strict=True):
+                mask[row - first, [prefix + place for place in places[: length - prefix]]] = True
+        slots = torch.cat([pasts[0].slots[:prefix], torch.tensor(list(own))])
+        return _Run(first, slots, mask)
+
+
+class _Batch:
+    """Requests of about the same length, padded to be one call of torch's attention.
+
+    G requests, R rows of each, L keys of each
+    """
+
+    def __init__(self, runs: Sequence[_Run]) -> None:
+        self.size = len(runs)
+        most = max(len(run.mask) for run in runs)
+        longest = max(len(run.slots) for run in runs)
+        slots = torch.zeros(self.size, longest, dtype=torch.int64)
+        rows = torch.zeros(self.size, most, dtype=torch.int64)
+        mask = torch.zeros(self.size, most, longest, dtype=torch.bool)
+        mask[:, :, 0] = True  # a row that is padding sees something, or it would not be a number
+        places = []
+        for i, run in enumerate(runs):
+            count, length = run.mask.shape
+            slots[i, :length] = run.slots
+            rows[i, :count] = torch.arange(run.first, run.first + count)
+            mask[i, :count, :length] = run.mask
+            places.append(torch.arange(i * most, i * most + count))
+        self.slots, self.rows = slots.flatten(), rows.flatten()
+        self.mask = None if bool(mask.all()) else mask
+        self.places = torch.cat(places)  # of the rows that are not padding
+        self._masks: dict[tuple[int, torch.dtype], Tensor | None] = {}
+
+    def mask_for(self, group: int, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to the scores of `group` heads that are rows of one product."""
+        if (group, dtype) not in self._masks:
+            found = None
+            if self.mask is not None:
+                found = torch.zeros(self.mask.shape, dtype=dtype)
+                found = found.masked_fill_(~self.mask, -torch.inf).repeat(1, group, 1)[:, None]
+            self._masks[group, dtype] = found
+        return self._masks[group, dtype]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Attend from each row to its past. q: [N, Hq, D] -> [rows, Hq, Dv]."""
+        heads, kv_heads = q.shape[1], k.shape[1]
+        group = heads // kv_heads
+        keys, values = (
+            cache.index_select(0, self.slots)
+            .to(q.dtype)
+            .view(self.size, -1, kv_heads, cache.shape[-1])
+            .transpose(1, 2)
+            for cache in (k, v)
         )
-        out[rows] = found[0].transpose(0, 1)
+        # query heads of one kv head are rows of the same product, as long as they are few
+        fold = group if len(self.rows) <= FEW_ROWS * self.size else 1
+        queries = q.index_select(0, self.rows).view(self.size, -1, heads // fold, fold, q.shape[-1])
+        queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        found: Tensor = F.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=self.mask_for(fold, q.dtype),
+            scale=scale,
+            enable_gqa=fold != group,
+        )
+        rows = found.view(*found.shape[:2], fold, -1, v.shape[-1]).permute(0, 3, 1, 2, 4)
+        return rows.reshape(-1, heads, v.shape[-1]).index_select(0, self.places)
+
+
+def _batches(runs: Sequence[_Run]) -> list[_Batch]:
+    """Put runs together that lose little by being padded to the longest."""
+    found: list[list[_Run]] = []
+    for run in sorted(runs, key=lambda run: len(run.slots)):
+        is_prompt = len(run.mask) > FEW_ROWS
+        if found and not is_prompt and 4 * len(run.slots) <= 5 * len(found[-1][0].slots) + 256:
+            found[-1].append(run)
+        else:
+            found.append([run])
+    return [_Batch(some) for some in found]
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, batches: Sequence[_Batch], scale: float) -> Tensor:
+    """Attend with torch's own kernel."""
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    for batch in batches:
+        out[batch.rows[batch.places]] = batch.attend(q, k, v, scale)
     return out

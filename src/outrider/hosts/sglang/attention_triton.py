@@ -64,6 +64,9 @@ class TritonAttention(OutriderAttention):
                 self._prefill_tile,
                 self._group,
             )
+        elif forward_batch.spec_info is not None:  # a tree is laid out by the host
+            pasts = self._decode_pasts(forward_batch)
+            self._layout = Layout.of(pasts, self._tile, self._group, lines.device)
         else:
             self._layout = self._rows(lines, forward_batch.seq_lens)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from outrider.control import AdaptiveDrafter, adaptive_drafter
+from outrider.control import AdaptiveDrafter, TieredDrafter, adaptive_drafter
 from outrider.core import Drafter, Unsupported
 from outrider.drafters import (
     GuardedDrafter,
@@ -19,7 +20,8 @@ from outrider.drafters import (
     make_drafter,
 )
 from outrider.hosts.sglang.draft_model import SglangDraftModel
-from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, Profile
+from outrider.hosts.sglang.draft_weights import quantize
+from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
 from outrider.hosts.tokenizers import check_same_tokens
 
 
@@ -30,32 +32,72 @@ class Drafters:
     router: sends each request to the one it chose
     guards: each of them, by name; a fault of one costs speed only
     model: the draft model, if there is one
+    control: the drafter that chooses among the others, if requests may have it
     fallbacks: requests that went without drafts for reasons outside the drafters
+    wants_calibration: whether control should be told first how long passes take
     """
 
     router: Drafter
     guards: dict[str, GuardedDrafter]
     model: SglangDraftModel | None
+    control: AdaptiveDrafter | None
     fallbacks: Counter[str] = field(default_factory=Counter)
+    wants_calibration: bool = False
 
     @staticmethod
     def make(
-        profile: Profile, names: list[str], vocab_size: int, model: SglangDraftModel | None
+        profile: Profile,
+        names: list[str],
+        vocab_size: int,
+        model: SglangDraftModel | None,
+        clock: Callable[[], float] = time.perf_counter,
+        knots: Sequence[int] = (),
     ) -> Drafters:
-        """Make the drafters of these names, with the profile's options."""
+        """Make the drafters of these names, with the profile's options.
+
+        clock, knots: for control: seconds, the same on all ranks; sizes of captured graphs
+        """
+        control: AdaptiveDrafter | None = None
         guards: dict[str, GuardedDrafter] = {}
+
+        def drafts(options: Mapping[str, Any]) -> Drafter | None:
+            # it runs where the target runs, and would only be in its own way in a thread
+            return None if model is None else ModelDrafter(model, vocab_size, **options)
+
         for name in names:
-            options = profile.drafters.get(name, {})
-            if name == ADAPTIVE:
-                guards[name] = GuardedDrafter(_adaptive(vocab_size, model, options), vocab_size)
-            elif name == MODEL and model is not None:
-                # it runs where the target runs, and would only be in its own way in a thread
-                drafter: Drafter = ModelDrafter(model, vocab_size, **options)
-                guards[name] = GuardedDrafter(drafter, vocab_size)
-            else:
-                drafter = make_drafter(name, options)
-                guards[name] = GuardedDrafter(drafter, vocab_size, profile.draft_timeout)
-        return Drafters(RoutedDrafter(guards, _chosen), guards, model)
+            options, timeout = dict(profile.drafters.get(name, {})), None
+            try:
+                if name == ADAPTIVE:
+                    if knots:
+                        options.setdefault("knots", knots)
+                    # how far to go is for control to say
+                    mine = drafts({"min_survival": 0.0, "siblings": 1})
+                    drafter: Drafter
+                    drafter = control = adaptive_drafter(mine, clock=clock, **options)
+                elif name == TIERS:
+                    drafter = TieredDrafter(_needed(drafts({"min_survival": 0.0})), **options)
+                elif name == MODEL:
+                    drafter = _needed(drafts(options))
+                else:
+                    drafter, timeout = make_drafter(name, options), profile.draft_timeout
+            except (TypeError, ValueError) as error:
+                raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
+            guards[name] = GuardedDrafter(drafter, vocab_size, timeout)
+        router = RoutedDrafter(guards, _chosen)
+        return Drafters(router, guards, model, control, wants_calibration=control is not None)
+
+    def calibrate(self, rows: int, seconds: float, draft_seconds: float | None) -> None:
+        """Tell control how long a pass of so many rows takes, of the target and the draft model."""
+        assert self.control is not None
+        self.control.cost.observe(rows, 0, seconds)
+        if draft_seconds is not None:
+            self.control.cost.draft.observe(rows, draft_seconds)
+
+    def who(self, request: Any) -> str:
+        """Return who drafted for a request in the last step."""
+        if request.drafter == ADAPTIVE and self.control is not None:
+            return self.control.used(request) or "none"
+        return _chosen(request)
 
     def totals(self) -> Counter[str]:
         """Return how many requests went without drafts, by reason."""
@@ -65,15 +107,10 @@ class Drafters:
         return total
 
 
-def _adaptive(
-    vocab_size: int, model: SglangDraftModel | None, options: Mapping[str, Any]
-) -> AdaptiveDrafter:
-    """Return the drafter that chooses among all others."""
-    drafts = None if model is None else ModelDrafter(model, vocab_size, min_survival=0.0)
-    try:
-        return adaptive_drafter(drafts, **options)
-    except TypeError as error:
-        raise Unsupported(f"drafter {ADAPTIVE!r} with {dict(options)}", fix=str(error)) from error
+def _needed(drafter: Drafter | None) -> Drafter:
+    if drafter is None:
+        raise ValueError("add --speculative-draft-model-path")
+    return drafter
 
 
 def _chosen(request: Any) -> str:
@@ -97,6 +134,9 @@ def make_draft_model(target_worker: Any, server_args: Any, max_rows: int, **rank
         memory_pool_config=target_worker.model_runner.memory_pool_config,
         **ranks,
     )
+    bits = load_profile().draft_bits
+    if bits is not None:
+        quantize(worker.model_runner.model, bits)
     return SglangDraftModel(worker, max_rows)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -33,6 +33,12 @@ MODEL = "model"
 ADAPTIVE = "adaptive"
 """The drafter that chooses among the others, and how much, by measured goodput."""
 
+TIERS = "tiers"
+"""The draft model with a number of drafts moved by SGLang's own rule: to compare with."""
+
+USES_MODEL = (ADAPTIVE, MODEL, TIERS)
+"""Drafters that have a use for the draft model."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -44,12 +50,15 @@ class Profile(_Strict):
     drafter: who drafts, unless a request says otherwise; by default `model` if there is a draft
         model, else `ngram`; `adaptive` chooses among them, and may choose plain decoding
     drafters: options for drafters, by name. A request may choose among these and the default.
+    draft_bits: 4 or 8: the draft model reads a copy of its weights in so few bits, where that is
+        faster. On CPU; elsewhere load a quantized draft model.
     draft_timeout: seconds after which a step goes on without drafts. It does not bound a draft
         model, which runs where the target runs.
     """
 
     drafter: Optional[str] = None  # noqa: UP045 - pydantic reads this at run time, on 3.10 too
     drafters: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    draft_bits: Optional[Literal[4, 8]] = None  # noqa: UP045
     draft_timeout: float = Field(default=1.0, gt=0)
 
     def default_drafter(self, has_draft_model: bool) -> str:

@@ -2,7 +2,8 @@
 
 A row of depth d sees its request's cache up to its own position, as if the drafts before it had
 been emitted. So any attention backend of SGLang can verify, with the kernels of plain decoding, and
-what it computes for a row is what it computes for one token.
+what it computes for a row is what it computes for one token. Only our own backend is told of trees,
+where several rows stand at one position.
 
 The host's own sampler then says what it would emit at each row. What depends on the tokens so far
 (penalties, grammars, custom processors) is given the drafts on the row's path.
@@ -43,13 +44,59 @@ class Block:
         """Return which slots belong to the rows of a proposal, in row order."""
         return [s + i for s, k in zip(self.starts, num_drafts, strict=False) for i in range(k + 1)]
 
-    def split(self, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the first `counts` slots of each request, and all others."""
-        keep = torch.zeros(len(self.slots), dtype=torch.bool)
-        for start, count in zip(self.starts, counts, strict=False):
-            keep[start : start + count] = True
-        keep = keep.to(self.slots.device)
-        return self.slots[keep], self.slots[~keep]
+    def split(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Return the slots of these rows of each request, and all others."""
+        index = torch.tensor(
+            [start + row for start, mine in zip(self.starts, rows, strict=False) for row in mine]
+        )
+        index = index.to(self.slots.device)
+        rest = torch.ones(len(self.slots), dtype=torch.bool, device=self.slots.device)
+        rest[index] = False
+        return self.slots[index], self.slots[rest]
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """What our attention backend is told where drafts branch, as the host's `spec_info`.
+
+    parents: [N] the row whose token each row's follows, -1 for a request's last token
+    positions: left to the host, who looks for it
+    """
+
+    parents: tuple[int, ...]
+    positions: None = None
+
+    @staticmethod
+    def of(proposal: Proposal[Law]) -> TreeRows | None:
+        """Return the tree of a proposal's rows; None if nothing branches."""
+        if proposal.is_chain:
+            return None
+        parents = [-1] * proposal.num_rows
+        for row, parent in zip(proposal.draft_rows, proposal.parent_rows, strict=True):
+            parents[row] = parent
+        return TreeRows(tuple(parents))
+
+
+def decode_rows(
+    plain: Any, tokens: Sequence[int], lines: Tensor, positions: Sequence[int], slots: Tensor
+) -> Any:
+    """Return the host's decode batch over these rows, on their requests' lines of its table.
+
+    slots: [N] where their keys and values go
+    """
+    seq_lens_cpu = torch.tensor(positions) + 1
+    seq_lens = seq_lens_cpu.to(lines.device, non_blocking=True)
+    return dataclasses.replace(
+        plain,
+        input_ids=torch.tensor(tokens, device=lines.device),
+        req_pool_indices=lines,
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens_cpu,
+        seq_lens_sum=int(seq_lens_cpu.sum()),
+        orig_seq_lens=seq_lens.to(torch.int32),
+        out_cache_loc=slots,
+        spec_info=None,
+    )
 
 
 def verify_batch(
@@ -87,7 +134,7 @@ def verify_batch(
         token_ids_logprobs=_take(plain.token_ids_logprobs, owners),
         sampling_info=_row_sampling(batch, proposal, on_device),
         reqs=_take(plain.reqs, owners),
-        spec_info=None,
+        spec_info=TreeRows.of(proposal),
     )
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang.profile import (
-    ADAPTIVE,
     MODEL,
     REPAIR_VARIABLE,
+    TIERS,
     load_profile,
     repair_wanted,
 )
@@ -56,16 +56,17 @@ def apply(server_args: Any) -> None:
             raise Unsupported(what, fix=fix)
     profile = load_profile()
     has_draft_model = server_args.speculative_draft_model_path is not None
-    if MODEL in (profile.drafter, *profile.drafters) and not has_draft_model:
-        raise Unsupported(
-            "the profile's drafter 'model' without a draft model",
-            fix="add --speculative-draft-model-path",
-        )
+    for name in (MODEL, TIERS):
+        if name in (profile.drafter, *profile.drafters) and not has_draft_model:
+            raise Unsupported(
+                f"the profile's drafter {name!r} without a draft model",
+                fix="add --speculative-draft-model-path",
+            )
 
-    if ADAPTIVE in (profile.drafter, *profile.drafters) and server_args.tp_size > 1:
+    if profile.draft_bits is not None and server_args.device != "cpu":
         raise Unsupported(
-            "the drafter 'adaptive' with --tp-size above 1: each rank would trust its own clock",
-            fix="choose 'model', 'suffix' or 'ngram', or use --dp-size",
+            f"draft_bits {profile.draft_bits} on {server_args.device}",
+            fix="on a GPU load a quantized draft model: SGLang runs it with kernels made for it",
         )
 
     steps, rows = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens

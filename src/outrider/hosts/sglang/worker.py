@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,21 @@ from outrider.core import (
     match,
     settle,
 )
+from outrider.hosts.sglang.attention import OutriderAttention
 from outrider.hosts.sglang.drafting import Drafters, make_draft_model
 from outrider.hosts.sglang.metrics import Metrics
-from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, load_profile
+from outrider.hosts.sglang.profile import USES_MODEL, load_profile
 from outrider.hosts.sglang.roster import LiveRequest, Roster
-from outrider.hosts.sglang.rows import Block, Penalties, sample, verify_batch
+from outrider.hosts.sglang.rows import Block, Penalties, decode_rows, sample, verify_batch
 from outrider.kernels.sample_match import DeviceCoins
 
 logger = logging.getLogger(__name__)
+
+CALIBRATE = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+"""Numbers of rows whose passes are timed before control begins..."""
+
+LONGEST_CALIBRATION = 5.0
+"""...as far as these seconds go."""
 
 _TOP_LOGPROBS = ("top_logprobs_val", "top_logprobs_idx")
 _ID_LOGPROBS = ("token_ids_logprobs_val", "token_ids_logprobs_idx")
@@ -95,7 +102,11 @@ class OutriderWorker:
         self.model_config = target_worker.model_config
         self._tp_rank = tp_rank
         self._group = target_worker.world_group
-        self._max_rows = _max_rows(self.model_runner)
+        runner = self.model_runner
+        self._max_rows = _max_rows(runner)
+        # a captured graph cannot be told of a tree
+        is_ours = isinstance(runner.attn_backend, OutriderAttention)
+        self._trees = is_ours and not _graph_sizes(runner)
         profile = load_profile()
         model = None
         if server_args.speculative_draft_model_path is not None:
@@ -113,7 +124,9 @@ class OutriderWorker:
             )
         names, default = profile.names(bool(model)), profile.default_drafter(bool(model))
         vocab_size = self.model_config.vocab_size
-        self._drafters = Drafters.make(profile, names, vocab_size, model)
+        self._drafters = Drafters.make(
+            profile, names, vocab_size, model, clock=self._clock(), knots=_graph_sizes(runner)
+        )
         self._roster = Roster(self._drafters, names, default, server_args)
         self._penalties = Penalties()
         self._coins = DeviceCoins()
@@ -163,7 +176,7 @@ class OutriderWorker:
         if model is None or int(plain.seq_lens_cpu.max()) > model.max_length:
             return
         wishes = [self._roster.wishes(req) for req in plain.reqs]
-        if not any(name in (ADAPTIVE, MODEL) and most for name, most in wishes):
+        if not any(name in USES_MODEL and most for name, most in wishes):
             return
         try:
             model.prefill(plain)
@@ -184,6 +197,9 @@ class OutriderWorker:
         clock.lap("host")
 
         plain = batch.get_model_worker_batch()
+        if self._drafters.wants_calibration:
+            self._calibrate(batch, plain)
+            clock.last = time.perf_counter()
         proposal = self._propose(plain, requests, budget)
         self._charge_draft(clock)
         last_tokens = [request.last_token for request in requests]
@@ -232,7 +248,8 @@ class OutriderWorker:
             for r in requests
         ]
         room = self._max_rows // max(1, len(requests)) - 1
-        return Budget(tuple(max(0, min(k, room)) for k in most), "match", self._coins, trees=False)
+        drafts = tuple(max(0, min(k, room)) for k in most)
+        return Budget(drafts, "match", self._coins, trees=self._trees)
 
     def _allocate(self, batch: Any, budget: Budget) -> Block:
         """Give each request a slot for its last token and for each draft it may have."""
@@ -258,11 +275,56 @@ class OutriderWorker:
             self._drafters.model.bind(plain)
         proposal = self._drafters.router.propose(requests, budget)
         if self._group.world_size > 1:
-            mine = [proposal.num_drafts, proposal.tokens.tolist()] if self._tp_rank == 0 else []
-            group, rank = self._group, self._group.rank
-            num_drafts, tokens = broadcast_pyobj(mine, rank, group.cpu_group, src=group.ranks[0])
-            proposal = Proposal.chains(tokens, num_drafts)
+            tokens, parents = proposal.tokens.tolist(), proposal.parents
+            proposal = Proposal.unclaimed(*self._of_rank_0([tokens, proposal.num_drafts, parents]))
         return proposal
+
+    def _of_rank_0(self, values: list[Any]) -> list[Any]:
+        """Return what rank 0 gave."""
+        group, mine = self._group, values if self._tp_rank == 0 else []
+        found: list[Any] = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
+        return found
+
+    def _clock(self) -> Callable[[], float]:
+        """Return a clock that tells all ranks the same: what follows from it, all decide alike."""
+        if self._group.world_size == 1:
+            return time.perf_counter
+        return lambda: float(self._of_rank_0([time.perf_counter()])[0])
+
+    def _calibrate(self, batch: Any, plain: Any) -> None:
+        """Time passes of several sizes, so that control need not begin by guessing.
+
+        Their rows are copies of the first request's next one, and go to slots of their own.
+        """
+        drafters, pool = self._drafters, batch.token_to_kv_pool_allocator
+        drafters.wants_calibration = False
+        now, line, length = self._clock(), batch.req_pool_indices[:1], int(batch.seq_lens_cpu[0])
+        started = now()
+        most = min(CALIBRATE[-1], pool.available_size(), self._max_rows)
+        slots = pool.alloc(most)
+        if slots is None:
+            return
+        try:
+            for count in (1, *(n for n in CALIBRATE if n <= most)):  # the first warms up
+                if now() - started > LONGEST_CALIBRATION:
+                    break
+                tokens, positions = [batch.reqs[0].output_ids[-1]] * count, [length] * count
+                few = decode_rows(plain, tokens, line.expand(count), positions, slots[:count])
+                few.reqs = plain.reqs[:1] * count
+                before = now()
+                self.target_worker.forward_batch_generation(few, is_verify=True)
+                seconds = now() - before
+                drafted = None
+                if drafters.model is not None and count <= batch.req_to_token_pool.size:
+                    before = now()
+                    drafters.model.run(few)
+                    drafted = now() - before
+                drafters.calibrate(count, seconds, drafted)
+        except Exception as error:
+            logger.warning("calibration failed, control begins with nothing: %s", error)
+        finally:
+            pool.free(slots)
+        logger.info("calibration took %.1f s", now() - started)
 
     def _keep(self, request: LiveRequest, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Emit tokens one by one, as plain decoding does, until the host ends the request."""
@@ -295,7 +357,8 @@ class OutriderWorker:
     def _commit(self, batch: Any, block: Block, outcomes: Sequence[Outcome]) -> None:
         """Keep the cache entries of the rows that were kept, and free the others' slots."""
         counts = [len(outcome.tokens) for outcome in outcomes]
-        kept, rejected = block.split(counts)
+        kept, rejected = block.split([outcome.rows for outcome in outcomes])
+        self._straighten(batch, kept, outcomes)
         batch.token_to_kv_pool_allocator.free(rejected)
         batch.out_cache_loc = kept
         new = torch.tensor(counts)
@@ -315,6 +378,21 @@ class OutriderWorker:
                 so_far = _Accepted(so_far)
             req.spec_accepted_drafts = so_far.plus(accepted, proposed)
             req.update_spec_acceptance_histogram(accepted)
+
+    def _straighten(self, batch: Any, kept: Tensor, outcomes: Sequence[Outcome]) -> None:
+        """Put the slots of a tree's path into the table in its order. Nothing is copied."""
+        lines, positions, places = list[int](), list[int](), list[int]()
+        lens, place = batch.seq_lens_cpu.tolist(), 0
+        for r, (length, outcome) in enumerate(zip(lens, outcomes, strict=True)):
+            if outcome.rows[-1] >= len(outcome.rows):
+                lines += [r] * len(outcome.rows)
+                positions += range(length, length + len(outcome.rows))
+                places += range(place, place + len(outcome.rows))
+            place += len(outcome.rows)
+        if lines:
+            line = batch.req_pool_indices[torch.tensor(lines, device=batch.device)]
+            position = torch.tensor(positions, device=batch.device)
+            batch.req_to_token_pool.write((line, position), kept[places].to(torch.int32))
 
     def _attach(
         self,
@@ -349,7 +427,7 @@ class OutriderWorker:
             outcome.apply()
         self._roster.dismiss([req.rid for req in reqs if req.finished()])
         if self._metrics is not None:
-            names = [o.request.drafter for o in outcomes]  # type: ignore[attr-defined]
+            names = [self._drafters.who(o.request) for o in outcomes]
             self._metrics.record(outcomes, proposal, names)
             self._metrics.fallbacks(self._drafters.totals())
 
@@ -369,6 +447,12 @@ def _max_rows(runner: Any) -> int:
     if runner.server_args.attention_backend in ("outrider", "torch_native"):
         return 1 << 30
     return int(runner.req_to_token_pool.size)
+
+
+def _graph_sizes(runner: Any) -> tuple[int, ...]:
+    """Return the numbers of rows for which the host has captured graphs, if it has."""
+    graphs = getattr(runner, "graph_runner", None)
+    return tuple(getattr(graphs, "capture_bs", ()))
 
 
 def _check_model(target_worker: Any) -> None:

@@ -1,0 +1,143 @@
+"""What the benchmarks of SGLang share: two real servers side by side, of which one works."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+from common import model_path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "sglang"))
+from server import Server
+
+
+class Suspendable(Server):
+    """A server that can be frozen while the other one works."""
+
+    def family(self) -> list[psutil.Process]:
+        """Return the server's processes."""
+        tree = psutil.Process(self.process.pid)
+        return [tree, *tree.children(recursive=True)]
+
+    def suspend(self) -> None:
+        """Stop all its processes."""
+        for process in self.family():
+            process.suspend()
+
+    def resume(self) -> None:
+        """Let them go on."""
+        for process in self.family():
+            process.resume()
+
+
+def outrider_flags(draft: str, steps: int) -> list[str]:
+    """Return the flags of Outrider's server. steps: the largest K that a request may ask for."""
+    return [
+        *("--attention-backend", "outrider", "--speculative-algorithm", "OUTRIDER"),
+        *("--speculative-draft-model-path", model_path(draft)),
+        *("--speculative-num-steps", str(steps)),
+    ]
+
+
+@contextmanager
+def side_by_side(
+    target: str, flags: Sequence[str], ours: Sequence[str], threads: str, profile: str = ""
+) -> Iterator[tuple[Suspendable, Suspendable]]:
+    """Start bare SGLang and Outrider's server, both suspended.
+
+    flags: of both; ours: of Outrider's
+    profile: of Outrider, as YAML
+    """
+    end_servers_at_sigterm()
+    model, logs = Path(model_path(target)), Path(tempfile.mkdtemp(prefix="outrider-bench-"))
+    (logs / "profile.yaml").write_text(profile)
+    environment = {"OMP_NUM_THREADS": threads}
+    plain = ("--attention-backend", "torch_native")
+    bare = Suspendable(
+        model, *flags, *plain, log=logs / "bare.log", SGLANG_PLUGINS="none", **environment
+    )
+    with bare:  # one after the other: SGLang looks how much memory is left
+        environment["OUTRIDER_CONFIG"] = str(logs / "profile.yaml")
+        with Suspendable(model, *flags, *ours, log=logs / "ours.log", **environment) as drafting:
+            bare.suspend()
+            drafting.suspend()
+            yield bare, drafting
+
+
+def end_servers_at_sigterm() -> None:
+    """Make SIGTERM an exception, so that servers started in a `with` are ended too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+
+
+def seconds_by_part(server: Server) -> dict[str, float]:
+    """Return the time of decode steps so far, by part."""
+    found = server.metrics()
+    parts = ("draft_forward", "draft", "forward", "verify", "host", "scheduler")
+    key = "outrider:step_seconds_total"
+    return {
+        part: sum(v for k, v in found.items() if k.startswith(key) and f'part="{part}"' in k)
+        for part in parts
+    }
+
+
+def wish(ids: list[int], tokens: int, wishes: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    """Return a request for so many greedy tokens. wishes: of Outrider's server."""
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    if wishes is not None:
+        params["custom_params"] = {"outrider": wishes}
+    return "/generate", {"input_ids": ids, "sampling_params": params}
+
+
+def fill_cache(
+    server: Suspendable, prompts: list[list[int]], wishes: dict[str, Any] | None
+) -> None:
+    """Let the server read the prompts, and nothing else stay in its prefix cache."""
+    server.resume()
+    server.post("/flush_cache", {})
+    server.ask_all([wish(ids, 1, wishes) for ids in prompts], len(prompts))
+    server.suspend()
+
+
+def measure(
+    server: Suspendable,
+    prompts: list[list[int]],
+    tokens: int,
+    wishes: dict[str, Any] | None,
+    cached: bool = False,
+) -> dict[str, Any]:
+    """Ask for all prompts at once. Return the time and the answers.
+
+    cached: what is in the prefix cache stays there
+    """
+    server.resume()
+    asked = [wish(ids, tokens, wishes) for ids in prompts]
+    if not cached:
+        server.post("/flush_cache", {})
+    before = seconds_by_part(server)
+    started = time.perf_counter()
+    answers = server.ask_all(asked, len(asked))
+    seconds = time.perf_counter() - started
+    after = seconds_by_part(server)
+    server.suspend()
+    metas = [answer["meta_info"] for answer in answers]
+    return {
+        "seconds": round(seconds, 3),
+        "tokens": sum(meta["completion_tokens"] for meta in metas),
+        "accepted": sum(meta.get("spec_accepted_drafts", 0) for meta in metas),
+        "proposed": sum(meta.get("spec_proposed_drafts", 0) for meta in metas),
+        "request_steps": sum(meta.get("spec_verify_ct", 0) for meta in metas),
+        "parts": {part: round(after[part] - before[part], 3) for part in after},
+        "outputs": [answer["output_ids"] for answer in answers],
+    }
+
+
+def same_outputs(run: dict[str, Any], other: dict[str, Any]) -> int:
+    """Count the answers of a run that are those of another."""
+    return sum(a == b for a, b in zip(run["outputs"], other["outputs"], strict=True))
