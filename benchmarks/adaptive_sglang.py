@@ -4,11 +4,11 @@
     python benchmarks/adaptive_sglang.py --report runs.jsonl      # where there is matplotlib
 
 Two real servers side by side, of which one works at a time. A cell is a kind of text and a batch of
-B requests sent at once. Its prompts are put into the prefix caches first, so that decoding is what
-takes the time; then each method answers the same prompts, greedily. What counts is the ratio within
-a round. Rounds repeat one another: round 0 tries every method, later ones bare SGLang, tiers,
-adaptive and that fixed choice which was the best of the cell in round 0 (plain decoding is one of
-them). Luck in round 0 is thereby in favour of the fixed choice.
+B requests. Its prompts are put into the prefix caches first; then each method answers the same
+prompts, greedily, for a few seconds, during which all B of them are being decoded. What counts is
+the ratio of speeds within a round. Rounds repeat one another: round 0 tries every method, later
+ones bare SGLang, tiers, adaptive and that fixed choice which was the best of the cell in round 0
+(plain decoding is one of them). Luck in round 0 is thereby in favour of the fixed choice.
 
 Fixed choices are what a user can set: a drafter with its default options, which may propose fewer
 than K drafts, and K. `tiers` is SGLang's own adaptive rule (src/outrider/control/tiers.py). What
@@ -32,7 +32,7 @@ from common import IMAGES, chat_ids, model_path, provenance, pyplot, save_plot, 
 from common_sglang import (
     Suspendable,
     fill_cache,
-    measure,
+    measure_window,
     outrider_flags,
     same_outputs,
     side_by_side,
@@ -48,7 +48,6 @@ FIXED: dict[str, dict[str, Any]] = {
     "plain": {"max_drafts": 0},
     "suffix 4": {"drafter": "suffix", "max_drafts": 4},
     "suffix 12": {"drafter": "suffix", "max_drafts": 12},
-    "ngram 4": {"drafter": "ngram", "max_drafts": 4},
     "model 2": {"drafter": "model", "max_drafts": 2},
     "model 4": {"drafter": "model", "max_drafts": 4},
     "model 8": {"drafter": "model", "max_drafts": 8},
@@ -72,7 +71,7 @@ def main() -> None:
     parser.add_argument("--draft", default="qwen2.5-coder-0.5b-instruct")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 64, 48, 32, 32])
+    parser.add_argument("--seconds", type=float, default=7.0, help="of a measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--draft-bits", type=int, choices=[4, 8], default=4)
@@ -82,8 +81,6 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="measure nothing: report this partial file")
     parser.add_argument("--out", type=Path, help="folder for result and plot instead of ours")
     args = parser.parse_args()
-    if len(args.tokens) != len(args.batches):
-        parser.error("--tokens needs one number for each of --batches")
     file = args.report or args.partial or Path(tempfile.mkdtemp()) / "adaptive_sglang.jsonl"
     if args.report is None:
         run(args, file)
@@ -99,7 +96,6 @@ def run(args: argparse.Namespace, file: Path) -> None:
     setting["draft_bits"] = args.draft_bits
     runs = _done(file, setting)
     done = {_place(run) for run in runs}
-    tokens = dict(zip(args.batches, args.tokens, strict=True))
     cells = [
         (kind, batch, round_)
         for round_ in range(args.rounds)
@@ -129,10 +125,11 @@ def run(args: argparse.Namespace, file: Path) -> None:
     )
     with servers as (bare, ours), Progress(speed_estimate_period=3600) as progress:
         task = progress.add_task("warming up", total=total)
-        for batch in args.batches:
-            warm = [chat_ids(tokenizer, text) for text in prompts("mixed", batch)]
-            measure(bare, warm, 8, None)
-            measure(ours, warm, 8, METHODS[args.methods[-1]])
+        for batch in args.batches:  # texts that are not measured: control has met traffic before
+            warm = [chat_ids(tokenizer, text) for text in prompts("mixed", batch, 90)]
+            measure_window(bare, warm, 2, None)
+            for name in args.methods[-2:]:
+                measure_window(ours, warm, args.seconds, METHODS[name])
         progress.update(task, description="measuring")
         started = time.perf_counter()
         for number, (kind, batch, round_) in enumerate(cells):
@@ -144,7 +141,7 @@ def run(args: argparse.Namespace, file: Path) -> None:
             # nobody is always the first, or right after bare SGLang
             turn = number % len(names)
             found = measure_cell(
-                bare, ours, ids, tokens[batch], [*names[turn:], *names[:turn]],
+                bare, ours, ids, args.seconds, [*names[turn:], *names[:turn]],
                 lambda: progress.advance(task),
             )  # fmt: skip
             new = [{"kind": kind, "batch": batch, "round": round_, **run} for run in found]
@@ -162,7 +159,7 @@ def measure_cell(
     bare: Suspendable,
     ours: Suspendable,
     ids: list[list[int]],
-    tokens: int,
+    seconds: float,
     names: list[str],
     advance: Callable[[], None],
 ) -> list[Run]:
@@ -172,7 +169,7 @@ def measure_cell(
     runs = {}
     for name in names:
         server = bare if name == BARE else ours
-        runs[name] = measure(server, ids, tokens, METHODS.get(name), cached=True)
+        runs[name] = measure_window(server, ids, seconds, METHODS.get(name))
         advance()
     for run in runs.values():
         run["same"] = same_outputs(run, runs[BARE])
@@ -185,7 +182,11 @@ def measure_cell(
 def best_fixed(runs: Iterable[Run]) -> str | None:
     """Return the fixed method that was the fastest of these runs."""
     fixed = [run for run in runs if run["method"] in FIXED]
-    return str(min(fixed, key=lambda run: run["seconds"])["method"]) if fixed else None
+    return str(max(fixed, key=_speed)["method"]) if fixed else None
+
+
+def _speed(run: Run) -> float:
+    return float(run["tokens_per_second"])
 
 
 def _drafters(methods: list[str]) -> list[str]:
@@ -198,13 +199,11 @@ def _place(run: Run) -> tuple[str, int, int]:
 
 
 def _say(runs: list[Run]) -> str:
-    seconds = {run["method"]: run["seconds"] for run in runs}
-    plain = next(run for run in runs if run["method"] == BARE)
-    best = best_fixed(runs)
-    return f"bare {plain['tokens'] / plain['seconds']:.2f} tokens/s, " + ", ".join(
-        f"{name} {seconds[BARE] / seconds[name]:.2f} x"
-        for name in (best, TIERS, ADAPTIVE)
-        if name in seconds
+    speed = {run["method"]: _speed(run) for run in runs}
+    return f"bare {speed[BARE]:.2f} tokens/s, " + ", ".join(
+        f"{name} {speed[name] / speed[BARE]:.2f} x"
+        for name in (best_fixed(runs), TIERS, ADAPTIVE)
+        if name in speed
     )
 
 
@@ -259,16 +258,16 @@ def _by_cell(runs: list[Run]) -> Iterable[list[Run]]:
 
 def summary(runs: list[Run]) -> dict[str, Any]:
     """Say of one cell how the methods do against bare SGLang, and adaptive against the best."""
-    seconds = {(run["method"], run["round"]): run["seconds"] for run in runs}
+    speed = {(run["method"], run["round"]): _speed(run) for run in runs}
     rounds = sorted({run["round"] for run in runs})
-    names = [name for name in (BARE, *METHODS) if (name, 0) in seconds]
+    names = [name for name in (BARE, *METHODS) if (name, 0) in speed]
     best = best_fixed(run for run in runs if run["round"] == 0)
 
     def times(method: str | None, other: str | None) -> dict[str, float] | None:
         found = [
-            seconds[other, r] / seconds[method, r]
+            speed[method, r] / speed[other, r]
             for r in rounds
-            if (method, r) in seconds and (other, r) in seconds
+            if (method, r) in speed and (other, r) in speed
         ]
         return spread(found) if found else None
 
@@ -277,7 +276,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
         "kind": runs[0]["kind"],
         "batch": runs[0]["batch"],
         "rounds": len(rounds),
-        "bare_tokens_per_second": spread([run["tokens"] / run["seconds"] for run in plain]),
+        "bare_tokens_per_second": spread([_speed(run) for run in plain]),
         "best_fixed": best,
         "best_fixed_times_bare": times(best, BARE),
         "tiers_times_bare": times(TIERS, BARE),
@@ -292,18 +291,11 @@ def summary(runs: list[Run]) -> dict[str, Any]:
 
 def details(runs: list[Run], times_bare: dict[str, float] | None) -> dict[str, Any]:
     """Say what one method did in one cell, over all rounds."""
-    total = {
-        key: sum(run[key] for run in runs)
-        for key in ("tokens", "accepted", "proposed", "request_steps", "same")
-    }
-    asked = runs[0]["batch"] * len(runs)
-    found: dict[str, Any] = {"times_bare": times_bare, "same_as_bare": f"{total['same']}/{asked}"}
+    same, asked = sum(run["same"] for run in runs), runs[0]["batch"] * len(runs)
+    found: dict[str, Any] = {"times_bare": times_bare, "same_as_bare": f"{same}/{asked}"}
     time_in = {part: sum(run["parts"][part] for run in runs) for part in runs[0]["parts"]}
     spent = sum(time_in.values())
     if spent:
-        # a request's first token is its prefill's
-        found["tokens_per_step"] = round((total["tokens"] - asked) / total["request_steps"], 3)
-        found["accepted"] = f"{total['accepted']}/{total['proposed']}"
         found["parts"] = {part: round(value / spent, 3) for part, value in time_in.items()}
     return found
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ import psutil
 from common import model_path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "sglang"))
-from server import Server
+from server import Server, session
 
 
 class Suspendable(Server):
@@ -139,5 +141,63 @@ def measure(
 
 
 def same_outputs(run: dict[str, Any], other: dict[str, Any]) -> int:
-    """Count the answers of a run that are those of another."""
-    return sum(a == b for a, b in zip(run["outputs"], other["outputs"], strict=True))
+    """Count the answers of a run that are those of another, as far as both go."""
+    pairs = zip(run["outputs"], other["outputs"], strict=True)
+    return sum(a[: len(b)] == b[: len(a)] for a, b in pairs)
+
+
+def measure_window(
+    server: Suspendable, prompts: list[list[int]], window: float, wishes: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Let all prompts be answered side by side for some seconds. Return the speed and the answers.
+
+    The time begins when the last of them has its first token, and ends when the first of them ends
+    or after `window`: so all of it has as many requests. What is in the prefix cache stays there.
+    """
+    server.resume()
+    before, pieces = (
+        seconds_by_part(server),
+        [list[tuple[float, dict[str, Any]]]() for _ in prompts],
+    )
+    over = threading.Event()
+
+    def listen(number: int) -> None:
+        path, body = wish(prompts[number], 512, wishes)
+        body["sampling_params"]["ignore_eos"] = False
+        with session().post(server.url + path, json={**body, "stream": True}, stream=True) as reply:
+            for line in reply.iter_lines():
+                if line.startswith(b"data: {"):
+                    pieces[number].append((time.perf_counter(), json.loads(line[6:])))
+                if over.is_set():
+                    break
+        over.set()  # it has ended, or all have
+
+    threads = [threading.Thread(target=listen, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    while not all(pieces) and not over.is_set():
+        time.sleep(0.01)
+    over.wait(window)
+    over.set()
+    server.post("/abort_request", {"abort_all": True})
+    for thread in threads:
+        thread.join()
+    while any(load["num_reqs"] for load in session().get(server.url + "/get_load").json()):
+        time.sleep(0.05)
+    after = seconds_by_part(server)
+    server.suspend()
+    start, speed, metas = max(mine[0][0] for mine in pieces), 0.0, []
+    end = min(mine[-1][0] for mine in pieces)
+    for mine in pieces:
+        counts = [(t, reply["meta_info"]["completion_tokens"]) for t, reply in mine]
+        inside = [(t, count) for t, count in counts if start <= t <= end + 0.01]
+        (first, fewest), (last, most) = inside[0], inside[-1]
+        speed += (most - fewest) / (last - first)
+        metas.append(mine[-1][1]["meta_info"])
+    return {
+        "tokens_per_second": round(speed, 3),
+        "seconds": round(end - start, 3),
+        "tokens": sum(meta["completion_tokens"] for meta in metas),
+        "parts": {part: round(after[part] - before[part], 3) for part in after},
+        "outputs": [mine[-1][1]["output_ids"] for mine in pieces],
+    }

@@ -323,7 +323,10 @@ class AdaptiveDrafter:
         assert self._model is not None
         self._idle = 0
         most = tuple(k if r in users else 0 for r, k in enumerate(budget.max_drafts))
-        gain = goodput * self.cost.draft.seconds(len(users))
+        # one more pass of the model brings one more row of the target's for each user
+        rows = self.cost.verify.table(len(requests) + sum(most))
+        row = (rows[-1] - rows[len(requests)]) / sum(most)
+        gain = goodput * float(self.cost.draft.seconds(len(users)) + len(users) * row)
         started = self._clock()
         asked = replace(budget, max_drafts=most, min_gain=gain)
         proposal = self._model.propose(requests, asked)

@@ -38,10 +38,10 @@ from outrider.kernels.sample_match import DeviceCoins
 
 logger = logging.getLogger(__name__)
 
-CALIBRATE = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+CALIBRATE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rows whose passes are timed before control begins..."""
 
-LONGEST_CALIBRATION = 5.0
+LONGEST_CALIBRATION = 8.0
 """...as far as these seconds go."""
 
 _TOP_LOGPROBS = ("top_logprobs_val", "top_logprobs_idx")
