@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--draft", default="qwen2.5-coder-0.5b-instruct")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=7.0, help="of a measurement")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--draft-bits", type=int, choices=[4, 8], default=4)

@@ -14,10 +14,11 @@ a drafter *would* have said is scored by what was emitted anyway.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable
 
-BUCKETS = 10
-"""Confidence is told apart in so many equal steps."""
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+"""Where confidence is told apart: finer near 1, where a long chain is worth it or not."""
 
 PRIOR_WEIGHT = 4.0
 """At first confidence is half believed (`prior`), as if so many drafts had been seen."""
@@ -31,7 +32,8 @@ LEAST, MOST = 0.02, 0.98
 
 def prior(bucket: int) -> float:
     """Return what is expected of drafts of such a confidence before any was seen."""
-    return 0.25 + 0.5 * (bucket + 0.5) / BUCKETS
+    low, high = (0.0, *EDGES)[bucket], (*EDGES, 1.0)[bucket]
+    return 0.25 + 0.5 * (low + high) / 2
 
 
 class _Count:
@@ -69,7 +71,7 @@ class Chances:
         bucket.add(hit)
 
     def _bucket(self, confidence: float) -> _Count:
-        return self._buckets[min(BUCKETS - 1, max(0, int(confidence * BUCKETS)))]
+        return self._buckets[bisect_right(EDGES, confidence)]
 
 
 class Acceptance:
@@ -86,7 +88,7 @@ class Acceptance:
             if drafter not in self._buckets:
                 self._buckets[drafter] = [
                     _Count(prior(bucket) * PRIOR_WEIGHT, PRIOR_WEIGHT, POOL_MEMORY)
-                    for bucket in range(BUCKETS)
+                    for bucket in range(len(EDGES) + 1)
                 ]
             known[drafter] = Chances(self._buckets[drafter])
         return known[drafter]

@@ -328,7 +328,7 @@ class AdaptiveDrafter:
         row = (rows[-1] - rows[len(requests)]) / sum(most)
         gain = goodput * float(self.cost.draft.seconds(len(users)) + len(users) * row)
         started = self._clock()
-        asked = replace(budget, max_drafts=most, min_gain=gain)
+        asked = replace(budget, max_drafts=most, min_gain=gain, chance=self._model_chance)
         proposal = self._model.propose(requests, asked)
         step.drafted = self._clock() - started
         # a chain as long as the deepest draft: so many passes, the first of which also reads what
@@ -339,6 +339,10 @@ class AdaptiveDrafter:
             if draft.tokens:
                 plans[r].offers.insert(0, (self._model.name, draft))
                 self._grow(requests[r], plans[r], budget.trees, budget.max_drafts[r])
+
+    def _model_chance(self, request: Request, confidence: float) -> float:
+        assert self._model is not None
+        return self.acceptance.chances(self._model.name, request.id).of(confidence)
 
     # -- what became of it
 

@@ -32,7 +32,7 @@ KNOTS: tuple[int, ...] = (
 RATE = 0.1
 """How much of its distance an estimate moves, once it has seen 1 / RATE observations."""
 
-HOPE = 0.1
+HOPE = 0.05
 """By how much what was seen once is hoped to be better than it looked, in logarithms. It shrinks
 with the root of what was seen, so that one unlucky step does not rule a number of rows out."""
 

@@ -6,7 +6,7 @@ protocols, so that an engine or a drafter can be added without touching the theo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +31,9 @@ class Budget:
     coins: to draw drafts with
     trees: whether drafts may branch: not every host can verify that
     min_gain: what one more pass must promise a drafter that pays by the pass: so many accepted
-          drafts, of all requests together, by its own estimate
+          drafts, of all requests together
+    chance: of a draft to be accepted, given its request and how sure the drafter is of it; without
+          it a drafter has to believe itself
     """
 
     max_drafts: tuple[int, ...]
@@ -39,6 +41,7 @@ class Budget:
     coins: Coins
     trees: bool = True
     min_gain: float = 0.0
+    chance: Callable[[Request, float], float] | None = None
 
     def draft_seeds(self, seeds: Tensor, starts: Tensor) -> Tensor:
         """Return the seeds to draw drafts with, [N], for blocks that start at these positions."""

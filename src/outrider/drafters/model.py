@@ -77,7 +77,7 @@ class DraftModel(Protocol[S]):
 class _State(Generic[S]):
     """One request's sequence in the draft model, and what was drafted.
 
-    survival: the chance that all drafts are accepted, as the draft model sees it
+    survival: the chance that all drafts are accepted, as far as is known
     siblings: (chance to be reached and accepted, depth, token, confidence)
     """
 
@@ -203,11 +203,12 @@ class ModelDrafter(Generic[S]):
             raise DraftFault("the draft model's logits are not numbers")
         if budget.trees and budget.rule == "match":
             self._draw_siblings(states, law, drawn, every, budget, seeds)
-        numbers = zip(drawn.tolist(), confident, strict=True)
-        for i, (state, (token, probability)) in enumerate(zip(states, numbers, strict=True)):
+        believe = budget.chance or (lambda request, probability: probability)
+        numbers = zip(eager, drawn.tolist(), confident, strict=True)
+        for i, ((request, state), token, probability) in enumerate(numbers):
             state.drafts.append(token)
             state.confidences.append(min(1.0, probability))
-            state.survival *= probability
+            state.survival *= believe(request, probability)
             if probs is not None:
                 state.laws.append(probs[i])
 
