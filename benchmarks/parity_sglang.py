@@ -4,7 +4,7 @@
 
 Run it in the environment of scripts/setup-sglang-cpu. Both servers are in SGLang's deterministic
 mode; requests are those of the parity tests: greedy and seeded, all parameters, streamed or not,
-all at once on a small cache, amid clients that hang up.
+with every drafter in turn, all at once on a small cache, amid clients that hang up.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def main() -> None:
     bare = Server(target, *parity.BARE, *mode, log=logs / "bare.log", **environment)
     bare.wait()  # one after the other: SGLang looks how much memory is left
     flags = [*parity.TIGHT, *mode, *parity.OUTRIDER, *drafts]
+    environment |= parity.profile(logs)
     ours = Server(target, *flags, log=logs / "ours.log", **environment)
     started = time.perf_counter()
     with bare, ours:
@@ -48,7 +49,13 @@ def main() -> None:
         counters = ours.metrics()
         retractions = ours.log.read_text().count("Retract requests")
     comparison.conclude(logprobs_within=1e-5)
-    names = ("draft_tokens", "accepted_draft_tokens", "verify_steps", "emitted_tokens")
+    names = (
+        "draft_tokens",
+        "accepted_draft_tokens",
+        "verify_steps",
+        "tree_steps",
+        "emitted_tokens",
+    )
     found = {
         "target": args.target,
         "draft": args.draft,
@@ -59,6 +66,11 @@ def main() -> None:
         "furthest_logprob": max(comparison.gaps.values()),
         "retractions": retractions,
         "counters": {name: counters[f"outrider:{name}_total"] for name in names},
+        "accepted_by_drafter": {
+            key.partition('drafter="')[2].partition('"')[0]: value
+            for key, value in counters.items()
+            if key.startswith("outrider:accepted_draft_tokens_total{")
+        },
         "minutes": round((time.perf_counter() - started) / 60, 1),
     }
     print(found)

@@ -29,7 +29,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 from workloads import prompts
 
-WINDOW, READY = 8, 0.9
+WINDOW, READY = 4, 0.9
 FLAGS = [
     *("--dtype", "bfloat16", "--mem-fraction-static", "0.6", "--max-total-tokens", "20480"),
     *("--max-running-requests", "16", "--context-length", "2048"),
@@ -95,7 +95,8 @@ def run(args: argparse.Namespace) -> list[tuple[Phase, Steps]]:
     end_servers_at_sigterm()
     folder = Path(tempfile.mkdtemp(prefix="outrider-regimes-"))
     trace, profile = folder / "trace.jsonl", folder / "profile.yaml"
-    options = {"drafter": "adaptive", "drafters": {"adaptive": {"trace": str(trace)}}}
+    drafters = {"adaptive": {"trace": str(trace)}}
+    options = {"drafter": "adaptive", "draft_bits": 4, "drafters": drafters}
     profile.write_text(json.dumps(options))
     tokenizer = AutoTokenizer.from_pretrained(model_path(args.target))
     phases = [phase._replace(tokens=round(phase.tokens * args.scale)) for phase in PHASES]

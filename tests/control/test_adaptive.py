@@ -32,9 +32,13 @@ class Guesser:
 
     def propose(self, requests, budget):
         self.asked += 1
-        self.passes(max(budget.max_drafts))
+        # a pass that must promise almost a draft for each request is not followed by another
+        users = sum(most > 0 for most in budget.max_drafts)
+        deepest = 1 if budget.min_gain > 0.9 * users else K
+        self.passes(min(deepest, max(budget.max_drafts)))
         drafts = []
-        for request, most in zip(requests, budget.max_drafts, strict=True):
+        for request, allowed in zip(requests, budget.max_drafts, strict=True):
+            most = min(deepest, allowed)
             right = [self.rng.random() < self.chance for _ in range(most)]
             tokens = [request.text(i) if yes else -1 for i, yes in enumerate(right)]
             drafts.append(chain(tokens, confidences=[0.8] * most if self.known else ()))

@@ -128,6 +128,23 @@ def test_drafts_end_where_votes_run_out():
         drafter.propose([one], budget)
 
 
+def test_who_disagrees_first_is_a_branch():
+    text = [9, 1, 2, 3, 4, 4, 1, 2, 3, 5, 5, 0, 9, 1, 2, 3]  # followed by 4 4, and by 5 5
+    drafter = SuffixDrafter(min_vote=0.0)
+    drafter.start([request(text)])
+    chains = Budget((4,), "match", KeyedCoins(), trees=False)
+    assert drafter.propose([request(text)], chains).drafts()[0].tokens == (4, 4, 1, 2)
+    tree = drafter.propose([request(text)], Budget((4,), "match", KeyedCoins()))
+    assert set(tree.paths()) == {(), (4,), (4, 4), (5,), (5, 5)}  # the likeliest four
+    [draft] = tree.drafts()
+    trust = 4 / 8
+    assert draft.sure[draft.tokens.index(5)] == pytest.approx(trust * 3 / 7)
+    assert draft.sure[0] == pytest.approx(trust * 4 / 7)
+    sure = SuffixDrafter(min_vote=0.5)
+    sure.start([request(text)])
+    assert sure.propose([request(text)], Budget((4,), "match", KeyedCoins())).is_chain
+
+
 @pytest.mark.parametrize(
     "options",
     [{"min_vote": 2}, {"min_vote": -1}, {"max_match": 1}, {"min_match": 0}, {"width": 0}],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.drafters.ngram import _Index
+from outrider.drafters.suffix import SuffixIndex, vote
 from outrider.kernels import ngram_match as package
 from outrider.kernels.ngram_match import reference
 from outrider.kernels.ngram_match import triton as kernel
@@ -24,9 +24,9 @@ def drafter(tokens, lengths, max_drafts, width, min_n, max_n):
     """What the drafter on the host proposes."""
     drafts, counts = torch.zeros(len(tokens), width, dtype=tokens.dtype), []
     for b, row in enumerate(tokens.tolist()):
-        index = _Index(range(min_n, max_n + 1))
+        index = SuffixIndex(max_n, min_n)
         index.extend(row[: int(lengths[b])])
-        found = index.continuation(min(int(max_drafts[b]), width))
+        found = vote(index, min(int(max_drafts[b]), width), width=1).tokens
         drafts[b, : len(found)] = torch.tensor(found, dtype=tokens.dtype)
         counts.append(len(found))
     return drafts, torch.tensor(counts, dtype=torch.int32)

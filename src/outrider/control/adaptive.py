@@ -17,8 +17,9 @@ model's passes happen inside. On several ranks they must be one rank's times (`c
 alike then.
 
 What is not tried is not forgotten. Free drafters are scored on what was emitted, used or not; the
-model is tried again every EXPLORE steps; a batch size never seen starts with a plain step. And
-whatever was planned, a brake compares what was measured with plain decoding.
+model is tried once on each new request and again every EXPLORE steps; a batch size never seen
+starts with a plain step. And whatever was planned, a brake compares what was measured with plain
+decoding.
 """
 
 from __future__ import annotations
@@ -44,16 +45,13 @@ MARGIN = 0.05
 """By which share drafting must promise more than plain decoding, and a model more than without."""
 
 EXPLORE = 64
-"""Steps after which a draft model that was not worth its time is tried again."""
+"""Steps after which a draft model is tried again on a request for which it was not worth it."""
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 """How deep a draft model is considered."""
 
 _AHEAD = "{} ahead"
 """Under this name a model's chances are kept before it has said how sure it is."""
-
-_SIBLING = "{} sibling"
-"""Under this name are those of all but the first of a drafter's alternatives."""
 
 
 @dataclass
@@ -134,8 +132,10 @@ class AdaptiveDrafter:
         self._on_step = on_step
         self._step: Step | None = None
         self._plans: dict[int, _Plan] = {}
-        self._idle = 0  # steps since the model was last asked
+        self._idle: dict[int, int] = {}  # steps since the model last drafted for a request
         self._drafters = [*self._free.values(), *([model] if model is not None else [])]
+        names = [*self._free, *([model.name] if model is not None else [])]
+        self._siblings = {name: f"{name} sibling" for name in names}
 
     def start(self, requests: Sequence[Request]) -> None:
         """Introduce the requests to every drafter."""
@@ -149,6 +149,7 @@ class AdaptiveDrafter:
         for request in requests:
             self.acceptance.forget(request.id)
             self._plans.pop(request.id, None)
+            self._idle.pop(request.id, None)
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Return what is expected to emit the most tokens a second."""
@@ -210,41 +211,28 @@ class AdaptiveDrafter:
 
     def _grow(self, request: Request, plan: _Plan, trees: bool, most: int) -> None:
         """Make a tree of the offers, and say what each of its drafts is worth."""
+        if not plan.offers:
+            return
         chances = [self._chances(name, request, draft) for name, draft in plan.offers]
-        if not trees and len(plan.offers) > 1:
-            worth = [sum(accumulate(offered, mul)) for offered in chances]
-            chosen = worth.index(max(worth))
-            offers, chances = [plan.offers[chosen]], [chances[chosen]]
+        if trees and len(plan.offers) > 1:
+            found = _join(plan, chances)
         else:
-            offers = plan.offers
-        plan.tree, places = unite([draft for _, draft in offers])
-        found = [0.0] * len(plan.tree.tokens)
-        plan.sources = [""] * len(found)
-        taken: defaultdict[int, float] = defaultdict(float)  # chance of a node's children so far
-        for (name, _), mine, offered in zip(offers, places, chances, strict=True):
-            before = taken.copy()
-            for node, chance in zip(mine, offered, strict=True):
-                if not plan.sources[node]:
-                    # another drafter has spoken for the same place: both cannot be right
-                    parent = plan.tree.parents[node]
-                    found[node] = chance * (1.0 - min(1.0, before[parent]))
-                    plan.sources[node] = name
-                    taken[parent] += found[node]
-                else:
-                    found[node] = max(found[node], chance)
+            worth = [sum(accumulate(offered, mul)) for offered in chances]
+            best = worth.index(max(worth))
+            (name, plan.tree), found = plan.offers[best], chances[best]
+            plan.sources = [name] * len(found)
         plan.survival = []
         for parent, chance in zip(plan.tree.parents, found, strict=True):
             plan.survival.append(chance if parent == ROOT else chance * plan.survival[parent])
         if len(found) > most:  # the best of them, each after its parent
-            best = sorted(range(len(found)), key=lambda node: -plan.survival[node])[:most]
-            nodes = sorted(best)
+            nodes = sorted(sorted(range(len(found)), key=lambda i: -plan.survival[i])[:most])
             plan.tree = plan.tree.keep(nodes)
             plan.survival = [plan.survival[node] for node in nodes]
             plan.sources = [plan.sources[node] for node in nodes]
 
     def _chances(self, name: str, request: Request, draft: Draft[Law]) -> list[float]:
         first = self.acceptance.chances(name, request.id)
-        others = self.acceptance.chances(_SIBLING.format(name), request.id)
+        others = self.acceptance.chances(self._siblings[name], request.id)
         seen: set[int] = set()
         found = []
         for parent, sure in zip(draft.parents, draft.sure, strict=True):
@@ -281,14 +269,17 @@ class AdaptiveDrafter:
     ) -> tuple[float, set[int]]:
         """Return the goodput to expect if the model drafts, and for whom; nobody if it should not.
 
-        It is tried now and then, for all.
+        A request for which it has not drafted yet, or not for long, is one to try it on.
         """
         if self._model is None:
             return 0.0, set()
-        able = {r for r, most in enumerate(budget.max_drafts) if most}
-        self._idle += 1
-        if able and (not self.cost.draft.is_known or self._idle > EXPLORE):
-            return without.goodput, able
+        for request in requests:
+            self._idle[request.id] = self._idle.get(request.id, EXPLORE) + 1
+        due = {
+            r
+            for r, (request, most) in enumerate(zip(requests, budget.max_drafts, strict=True))
+            if most and self._idle[request.id] > EXPLORE
+        }
         ahead = _AHEAD.format(self._model.name)
         chances = [self.acceptance.chances(ahead, r.id).of(1.0) for r in requests]
         worth = [sum(plan.survival) for plan in plans]
@@ -308,7 +299,7 @@ class AdaptiveDrafter:
             found = choose(chains, self.cost.table(rows, context, depth, len(drafting)))
             if found.goodput > best:
                 best, users = found.goodput, drafting
-        return best, users
+        return (best if users else without.goodput), users | due
 
     def _ask(
         self,
@@ -321,12 +312,14 @@ class AdaptiveDrafter:
     ) -> None:
         """Let the model draft for some requests, as long as a pass is worth its time."""
         assert self._model is not None
-        self._idle = 0
+        for r in users:
+            self._idle[requests[r].id] = 0
         most = tuple(k if r in users else 0 for r, k in enumerate(budget.max_drafts))
         # one more pass of the model brings one more row of the target's for each user
         rows = self.cost.verify.table(len(requests) + sum(most))
         row = (rows[-1] - rows[len(requests)]) / sum(most)
         gain = goodput * float(self.cost.draft.seconds(len(users)) + len(users) * row)
+        gain = min(gain, 0.99 * len(users))  # who is tried drafts at least once
         started = self._clock()
         asked = replace(budget, max_drafts=most, min_gain=gain, chance=self._model_chance)
         proposal = self._model.propose(requests, asked)
@@ -351,7 +344,7 @@ class AdaptiveDrafter:
         request, emitted = outcome.request, outcome.tokens
         for name, draft in plan.offers:
             first = self.acceptance.chances(name, request.id)
-            others = self.acceptance.chances(_SIBLING.format(name), request.id)
+            others = self.acceptance.chances(self._siblings[name], request.id)
             is_model = self._model is not None and name == self._model.name
             ahead = self.acceptance.chances(_AHEAD.format(name), request.id) if is_model else None
             depths = {ROOT: 0}  # of the drafts that are part of the text
@@ -368,6 +361,26 @@ class AdaptiveDrafter:
                 seen.add(parent)
                 if hit:
                     depths[node] = depth + 1
+
+
+def _join(plan: _Plan, chances: Sequence[Sequence[float]]) -> list[float]:
+    """Join the offers into one tree. Return the chance of each of its drafts, given its parent."""
+    plan.tree, places = unite([draft for _, draft in plan.offers])
+    found = [0.0] * len(plan.tree.tokens)
+    plan.sources = [""] * len(found)
+    taken: defaultdict[int, float] = defaultdict(float)  # chance of a node's children so far
+    for (name, _), mine, offered in zip(plan.offers, places, chances, strict=True):
+        before = taken.copy()
+        for node, chance in zip(mine, offered, strict=True):
+            if not plan.sources[node]:
+                # another drafter has spoken for the same place: both cannot be right
+                parent = plan.tree.parents[node]
+                found[node] = chance * (1.0 - min(1.0, before[parent]))
+                plan.sources[node] = name
+                taken[parent] += found[node]
+            else:
+                found[node] = max(found[node], chance)
+    return found
 
 
 def adaptive_drafter(

@@ -16,7 +16,7 @@ ENOUGH = 16
 SLACK = 0.02
 """By which share the sum may be worse: noise."""
 
-REST, LONGEST_REST = 32, 1024
+REST, LONGEST_REST = 16, 1024
 """Steps without drafts; twice as many each time, if the next try fails too."""
 
 

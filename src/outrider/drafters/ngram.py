@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.drafters.suffix import SuffixDrafter, SuffixIndex, vote
+from outrider.drafters.suffix import SuffixDrafter
 
 
 class NgramDrafter(SuffixDrafter):
@@ -19,13 +19,3 @@ class NgramDrafter(SuffixDrafter):
         if not 1 <= min_n <= max_n:
             raise ValueError("need 1 <= min_n <= max_n")
         super().__init__(min_match=min_n, max_match=max_n, width=1)
-
-
-class _Index(SuffixIndex):
-    """One text's n-grams of these sizes, for those who compare with what the drafter finds."""
-
-    def __init__(self, sizes: range) -> None:
-        super().__init__(max_match=sizes[-1], anchor=sizes[0])
-
-    def continuation(self, count: int) -> list[int]:
-        return list(vote(self, count, width=1).tokens)

@@ -26,7 +26,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core import Budget, Law, Outcome, Proposal, Request, chain
+from outrider.core import (
+    ROOT,
+    Budget,
+    Draft,
+    Law,
+    Outcome,
+    PointMass,
+    Proposal,
+    Request,
+    chain,
+    unite,
+)
 from outrider.drafters.shared import SEPARATOR, SharedTexts, tenant_of
 
 ANCHOR = 3
@@ -182,20 +193,41 @@ class Continuation:
 
     tokens, votes: [K]; votes[i] is the share of the occurrences that agree up to draft i
     length: of the match behind it
+    other: what the strongest of those say who are the first to disagree, from the same beginning;
+        nothing if all agree
+    split: where they disagree
+    share: of those who agree up to there, how many are on their side
     """
 
     tokens: tuple[int, ...] = ()
     votes: tuple[float, ...] = ()
     length: int = 0
+    other: tuple[int, ...] = ()
+    split: int = 0
+    share: float = 0.0
+
+    @property
+    def trust(self) -> float:
+        """How far to trust a match of this length."""
+        return self.length / (self.length + TRUST)
 
     @property
     def confidences(self) -> tuple[float, ...]:
         """How sure to be of each token, given those before it: agreement, and a long match."""
-        trust = self.length / (self.length + TRUST)
         before = (1.0, *self.votes)
         return tuple(
-            trust * share / above for share, above in zip(self.votes, before, strict=False)
+            self.trust * share / above for share, above in zip(self.votes, before, strict=False)
         )
+
+    def disagrees(self, least: float) -> bool:
+        """Say whether a share of at least this is on the other side."""
+        return len(self.other) > self.split and self.share >= least
+
+    def branch(self) -> Draft[PointMass]:
+        """Return the others' text as a chain."""
+        sure = [self.trust] * len(self.other)
+        sure[: self.split + 1] = [*self.confidences[: self.split], self.trust * self.share]
+        return chain(self.other, confidences=sure)
 
 
 def vote(
@@ -217,6 +249,8 @@ def vote(
     total = sum(says.values())
     tokens: list[int] = []
     votes: list[float] = []
+    other: tuple[int, ...] = ()
+    split, share = 0, 0.0
     while len(says) > 1:
         i, weights = len(tokens), dict[int, int]()
         for text, weight in says.items():
@@ -225,12 +259,35 @@ def vote(
         best = max(weights, key=weights.__getitem__)
         tokens.append(best)
         votes.append(weights[best] / total)
+        if not other and len(weights) > 1:
+            rest = {text: weight for text, weight in says.items() if text[i] != best}
+            other, split = max(rest, key=rest.__getitem__), i
+            share = weights[other[i]] / sum(weights.values())
         says = {text: weight for text, weight in says.items() if text[i] == best}
     [(text, weight)] = says.items()  # texts that agree to the end are the same
     alone = count - len(tokens)
     return Continuation(
-        (*tokens, *text[len(tokens) :]), (*votes, *[weight / total] * alone), found[0].length
+        (*tokens, *text[len(tokens) :]),
+        (*votes, *[weight / total] * alone),
+        found[0].length,
+        other[: _end(other)],
+        split,
+        share,
     )
+
+
+def _end(text: Sequence[int]) -> int:
+    """Return where a shared text ends."""
+    return text.index(SEPARATOR) if SEPARATOR in text else len(text)
+
+
+def _best(draft: Draft[PointMass], most: int) -> Draft[PointMass]:
+    """Return as many drafts of a tree as are allowed: the likeliest to be accepted."""
+    survival: list[float] = []
+    for parent, sure in zip(draft.parents, draft.sure, strict=True):
+        survival.append(sure if parent == ROOT else sure * survival[parent])
+    best = sorted(range(len(survival)), key=lambda node: -survival[node])[:most]
+    return draft.keep(sorted(best))
 
 
 class SuffixDrafter:
@@ -276,14 +333,16 @@ class SuffixDrafter:
             index.extend([*request.prompt, *request.output])
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
-        """Propose what most occurrences say."""
+        """Propose what most occurrences say; in a tree, also what the first to disagree say."""
         drafts = []
         for request, most in zip(requests, budget.max_drafts, strict=True):
             found = self._continue(request, most)
             count = sum(share >= self._min_vote for share in found.votes)  # votes only fall
-            if SEPARATOR in found.tokens:
-                count = min(count, found.tokens.index(SEPARATOR))
-            drafts.append(chain(found.tokens[:count], confidences=found.confidences[:count]))
+            count = min(count, _end(found.tokens))
+            draft = chain(found.tokens[:count], confidences=found.confidences[:count])
+            if budget.trees and found.split < count and found.disagrees(self._min_vote):
+                draft = _best(unite([draft, found.branch()])[0], most)
+            drafts.append(draft)
         return Proposal.of(drafts)
 
     def _continue(self, request: Request, count: int) -> Continuation:

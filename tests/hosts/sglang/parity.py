@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
 import random
 import threading
 from pathlib import Path
@@ -21,6 +24,15 @@ TIGHT = [
 STOCK = ["--attention-backend", "torch_native"]
 DETERMINISTIC = ["--attention-backend", "outrider", "--enable-deterministic-inference"]
 OUTRIDER = ["--speculative-algorithm", "OUTRIDER"]
+DRAFTERS = {
+    "model": {"siblings": 2, "min_survival": 0.3},
+    "suffix": {"min_vote": 0.0},
+    "ngram": {"min_n": 1},
+    "tiers": {},
+    "adaptive": {},
+}
+"""All drafters of a server, with options that make them draft a lot; the model drafts trees."""
+
 # With overlap, bare SGLang applies penalties one token late.
 BARE = [*ROOMY, "--disable-overlap-schedule"]
 
@@ -58,6 +70,25 @@ def _tokens(answer):
     return answer["meta_info"]["completion_tokens"]
 
 
+def profile(folder):
+    """Write a profile with all drafters. Returns the environment that names it."""
+    path = Path(folder) / "drafters.yaml"
+    path.write_text(json.dumps({"drafter": "adaptive", "draft_bits": 4, "drafters": DRAFTERS}))
+    return {"OUTRIDER_CONFIG": str(path)}
+
+
+def with_drafters(wishes):
+    """Let each request that can say so choose a drafter, one after the other."""
+    chosen = []
+    for i, wish in enumerate(wishes):
+        body = copy.deepcopy(wish.body)
+        if wish.path == "/generate":
+            params = body["sampling_params"].setdefault("custom_params", {})
+            params["outrider"] = {"drafter": [*DRAFTERS][i % len(DRAFTERS)]}
+        chosen.append(dataclasses.replace(wish, body=body))
+    return chosen
+
+
 def ask_bare(server, wishes):
     """Ask what bare SGLang survives: `token_ids_logprob` beside a request without it kills it."""
     alone = ["token_ids_logprob" in wish.body for wish in wishes]
@@ -93,9 +124,17 @@ def ask_in_a_storm(server, wishes, concurrency):
             storm.join()
 
 
-def check_traffic(server, retracts=True):
-    """The run must have met what it claims to survive: drafts kept and lost, retraction."""
+def check_traffic(server, retracts=True, drafters=()):
+    """The run must have met what it claims to survive: drafts kept and lost, retraction.
+
+    drafters: who must have had drafts kept; trees must have been verified then
+    """
     counters = server.metrics()
+    for name in drafters:
+        key = "outrider:accepted_draft_tokens_total{"
+        mine = [v for k, v in counters.items() if k.startswith(key) and f'drafter="{name}"' in k]
+        assert sum(mine) > 0, name
+    assert counters["outrider:tree_steps_total"] > 0 or not drafters
     drafted = counters["outrider:draft_tokens_total"]
     accepted = counters["outrider:accepted_draft_tokens_total"]
     assert 0 < accepted < drafted
@@ -123,13 +162,13 @@ def seeded_phases(count, max_new, processor):
 
 
 def compare_seeded(bare, ours, phases):
-    """Ask bare SGLang phase by phase, and ours for all of it at once."""
+    """Ask bare SGLang phase by phase, and ours, of all drafters, for all of it at once."""
     comparison = Comparison()
     expected = [ask_bare(bare, phase) for phase in phases]
     order = [(p, i) for p, phase in enumerate(phases) for i in range(len(phase))]
     random.Random(5).shuffle(order)
     mixed = [phases[p][i] for p, i in order]
-    answers = ask_in_a_storm(ours, mixed, 16)
+    answers = ask_in_a_storm(ours, with_drafters(mixed), 16)
     comparison.compare(mixed, [expected[p][i] for p, i in order], answers)
     ours.settle_down()
     return comparison

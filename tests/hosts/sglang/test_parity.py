@@ -39,17 +39,21 @@ def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, record_
     ("name", "count", "max_new"), [("stories15m", 150, 32), ("smollm2-135m-instruct", 30, 20)]
 )
 def test_seeded_as_deterministic_sglang(
-    name, count, max_new, model_dir, launch, noisy, record_property
+    name, count, max_new, model_dir, launch, noisy, record_property, tmp_path
 ):
-    """Bare SGLang in its deterministic mode against OUTRIDER with a draft model, bit for bit."""
+    """Bare SGLang in its deterministic mode against OUTRIDER with every drafter, bit for bit."""
     model = model_dir(name)
-    draft = ["--speculative-draft-model-path", str(noisy(model)), "--speculative-num-steps", "3"]
+    draft = ["--speculative-draft-model-path", str(noisy(model)), "--speculative-num-steps", "4"]
+    environment = parity.profile(tmp_path)
     mode = parity.DETERMINISTIC
     bare = launch(f"{name}-deterministic", model, *parity.BARE, *mode)
-    ours = launch(f"{name}-model", model, *parity.TIGHT, *mode, *parity.OUTRIDER, *draft)
+    flags = [*parity.TIGHT, *mode, *parity.OUTRIDER, *draft]
+    ours = launch(f"{name}-drafters", model, *flags, **environment)
     phases = parity.seeded_phases(count, max_new, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_seeded(bare, ours, phases)
         # on a busy machine the few requests of the larger model may not meet in the cache
-        parity.check_traffic(ours, retracts=count > 100)
+        parity.check_traffic(
+            ours, retracts=count > 100, drafters=["model", "suffix", "ngram", "tiers"]
+        )
     conclude(comparison, 0.0, record_property)

@@ -13,6 +13,7 @@ import torch
 from adversaries import SAMPLING, OracleDrafter, RaggedDrafter, RandomDrafter, shallow
 
 import outrider
+from outrider.control import adaptive_drafter
 from outrider.drafters import ModelDrafter
 from outrider.hosts.transformers import Runner
 
@@ -67,6 +68,10 @@ def make_drafter(name: str, target, draft, k: int):
         "model": lambda: ModelDrafter(Runner(draft), vocab, min_survival=0.0),
         "random": lambda: RandomDrafter(vocab, seed=k),
         "ragged": lambda: RaggedDrafter(vocab, seed=k),
+        # time stands still, so every draft is worth its row: trees of all drafters together
+        "joined": lambda: adaptive_drafter(
+            ModelDrafter(Runner(draft), vocab, min_survival=0.0, siblings=1), clock=lambda: 0.0
+        ),
     }[name]()
 
 
@@ -111,7 +116,8 @@ MATRIX = [
 ]
 
 
-FEW = [("none", 0), ("ngram", 5), ("model", 3), ("ragged", 8)]
+JOINED = ("joined", 7)
+FEW = [("none", 0), ("ngram", 5), ("model", 3), ("ragged", 8), JOINED]
 
 
 def test_enough_is_compared():
@@ -120,7 +126,10 @@ def test_enough_is_compared():
     assert cells * sum(batch * length for batch, length in LENGTHS.items()) >= 200_000
 
 
-CELLS = [("stories260k", *cell) for cell in MATRIX] + [("stories15m", *cell) for cell in FEW]
+CELLS = [
+    *(("stories260k", *cell) for cell in [*MATRIX, JOINED]),
+    *(("stories15m", *cell) for cell in FEW),
+]
 
 
 @pytest.mark.models

@@ -50,6 +50,10 @@ CALLS: dict[str, str] = {
         "seq_lens_cpu"
     ),
     "layers.dp_attention.get_attention_tp_size": "",
+    "layers.logits_processor.LogitsProcessor._compute_lm_head": (
+        "self hidden_states lm_head embedding_bias"
+    ),
+    "layers.quantization.unquant.UnquantizedLinearMethod.apply": "self layer x bias",
     "layers.sampler.Sampler.forward": (
         "self logits_output sampling_info return_logprob top_logprobs_nums token_ids_logprobs "
         "positions"
@@ -134,8 +138,9 @@ ATTRIBUTES: dict[str, str] = {
         "return_logprob top_logprobs_num token_ids_logprob output_token_logprobs_val "
         "output_token_logprobs_idx output_top_logprobs_val output_top_logprobs_idx "
         "output_token_ids_logprobs_val output_token_ids_logprobs_idx return_hidden_states "
-        "hidden_states require_reasoning req_pool_idx"
+        "hidden_states require_reasoning req_pool_idx extra_key"
     ),
+    "layers.linear.LinearBase": "quant_method",
     "layers.radix_attention.RadixAttention": (
         "tp_q_head_num qk_head_dim scaling layer_id logit_cap sliding_window_size attn_type "
         "is_cross_attention use_irope k_scale v_scale k_scale_float v_scale_float "
@@ -144,7 +149,7 @@ ATTRIBUTES: dict[str, str] = {
     "managers.tp_worker.TpModelWorker": "model_config tokenizer world_group _model_runner",
     "model_executor.model_runner.ModelRunner": (
         "sampler req_to_token_pool is_hybrid_swa use_ngram_embedding page_size use_mla_backend "
-        "device model_config"
+        "device model_config attn_backend graph_runner"
     ),
     "sampling.penaltylib.orchestrator._BatchedPenalizer": "_orchestrator_ref _is_prepared",
     "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator": "penalizers is_required",

@@ -23,6 +23,7 @@ class Metrics:
 
         self._steps = metric("verify_steps", "Verify passes.")
         self._rows = metric("verify_rows", "Rows of verify passes: last tokens and drafts.")
+        self._trees = metric("tree_steps", "Verify passes in which drafts branched.")
         self._emitted = metric("emitted_tokens", "Tokens emitted by verify passes.")
         self._drafts = metric("draft_tokens", "Draft tokens proposed.", "drafter")
         self._accepted = metric("accepted_draft_tokens", "Draft tokens emitted.", "drafter")
@@ -41,6 +42,7 @@ class Metrics:
         """Count one step. drafters: who drafted for each request."""
         self._steps.labels(**self._labels).inc()
         self._rows.labels(**self._labels).inc(proposal.num_rows)
+        self._trees.labels(**self._labels).inc(not proposal.is_chain)
         self._emitted.labels(**self._labels).inc(sum(len(o.tokens) for o in outcomes))
         for outcome, drafter in zip(outcomes, drafters, strict=True):
             if outcome.num_drafts:

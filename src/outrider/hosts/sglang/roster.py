@@ -20,11 +20,14 @@ class LiveRequest(Request):
     req: the host's own
     drafter: who drafts for it
     max_drafts: the most drafts in a step
+    tenant: whose texts it may share: those with its `cache_salt` or `extra_key`, as in SGLang's own
+        prefix cache
     """
 
     req: Any = None
     drafter: str = "none"
     max_drafts: int = 0
+    tenant: str = ""
 
 
 class Roster:
@@ -87,6 +90,7 @@ class Roster:
             req=req,
             drafter=drafter,
             max_drafts=most,
+            tenant=req.extra_key or "",
         )
         return live
 

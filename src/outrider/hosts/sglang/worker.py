@@ -422,12 +422,12 @@ class OutriderWorker:
         self, reqs: Sequence[Any], outcomes: Sequence[Outcome], proposal: Proposal[Law]
     ) -> None:
         """Tell the drafters and the counters; extend the requests; forget those that ended."""
+        names = [self._drafters.who(outcome.request) for outcome in outcomes]
         self._drafters.router.observe(outcomes)
         for outcome in outcomes:
             outcome.apply()
         self._roster.dismiss([req.rid for req in reqs if req.finished()])
         if self._metrics is not None:
-            names = [self._drafters.who(o.request) for o in outcomes]
             self._metrics.record(outcomes, proposal, names)
             self._metrics.fallbacks(self._drafters.totals())
 

@@ -1,0 +1,107 @@
+"""Record what a draft model says at every position of real answers, to be replayed.
+
+    python benchmarks/record_traces.py [--times trace.jsonl]
+
+The target answers a few prompts of each kind of text, greedily. At each position of its answers the
+draft model is asked for its drafts, and for the next best token beside each. With that and the text
+itself, any choice of drafter and number of drafts can be played through later, token for token
+(tests/control/replay.py).
+
+Times come from a server: --times names the trace of a run of adaptive_sglang.py (--trace). Without
+it those of the file are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from common import chat_ids, load, model_path, provenance
+from rich.progress import track
+from transformers import AutoTokenizer
+from workloads import SINGLE, prompts
+
+import outrider
+from outrider.hosts.transformers.runner import Runner
+
+FILE = Path(__file__).parents[1] / "tests" / "control" / "traces.json.gz"
+DEPTH = 8
+
+
+def main() -> None:
+    """Record and write tests/control/traces.json.gz."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", default="qwen2.5-coder-1.5b-instruct")
+    parser.add_argument("--draft", default="qwen2.5-coder-0.5b-instruct")
+    parser.add_argument("--each", type=int, default=2, help="texts of each kind")
+    parser.add_argument("--tokens", type=int, default=72)
+    parser.add_argument("--times", type=Path, help="the trace of a server's steps")
+    args = parser.parse_args()
+    times = fit(args.times) if args.times else read()["times"]
+    tokenizer = AutoTokenizer.from_pretrained(model_path(args.target))
+    kinds = [kind for kind in SINGLE for _ in range(args.each)]
+    texts = [text for kind in SINGLE for text in prompts(kind, args.each, 20)]
+    ids = [chat_ids(tokenizer, text) for text in texts]
+    target = load(args.target, "bfloat16")
+    draft = outrider.quantized_copy(load(args.draft, "bfloat16"), 4)
+    sampling = {"max_tokens": args.tokens, "ignore_eos": True}
+    done = outrider.generate(target, ids, drafter=draft, max_drafts=4, sampling=sampling)
+    runner, answers = Runner(draft), list(zip(kinds, ids, done.outputs, strict=True))
+    traces = [
+        {"kind": kind, "prompt": prompt, "output": output, "drafts": record(runner, prompt, output)}
+        for kind, prompt, output in track(answers, "recording")
+    ]
+    models = {"target": args.target, "draft": f"{args.draft}, 4 bits"}
+    made = {"provenance": provenance(), **models, "times": times, "traces": traces}
+    FILE.write_bytes(gzip.compress(json.dumps(made).encode(), mtime=0))
+    print(f"wrote {FILE.name}: {FILE.stat().st_size} bytes")
+
+
+def read() -> dict[str, Any]:
+    """Return what is in the file."""
+    found: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))
+    return found
+
+
+def record(runner: Runner, prompt: list[int], output: list[int]) -> list[list[list[float]]]:
+    """Return the drafts after each token of the output: [token, chance, next best, its chance]."""
+    sequence, chain, found = runner.open(), list[list[float]](), []
+    for read in range(1, len(output)):
+        known = [*prompt, *output[:read]]
+        if chain and chain[0][0] == output[read - 1]:
+            chain = chain[1:]  # what was said after it still holds
+        else:
+            chain = []
+            runner.truncate(sequence, len(known) - 1)
+        while len(chain) < DEPTH:
+            unread = [*known, *(int(entry[0]) for entry in chain)][sequence.length :]
+            logits = runner.extend([(sequence, unread)])[0].float()
+            chances, tokens = logits.softmax(-1).topk(2)
+            pairs = zip(tokens.tolist(), chances.tolist(), strict=True)
+            chain.append([x for token, chance in pairs for x in (token, round(chance, 4))])
+        found.append(list(chain))
+    runner.close(sequence)
+    return found
+
+
+def fit(trace: Path) -> dict[str, dict[str, float]]:
+    """Return the median time of a pass by rows, and of a draft pass by requests, from a trace."""
+    verify, draft = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    for line in trace.read_text().splitlines():
+        step: dict[str, Any] = json.loads(line)
+        verify[step["rows"]].append(step["seconds"] - step["draft_seconds"])
+        if step["draft_passes"]:
+            draft[step["requests"]].append(step["draft_seconds"] / step["draft_passes"])
+    return {
+        name: {str(n): round(statistics.median(v), 4) for n, v in sorted(found.items()) if v[2:]}
+        for name, found in (("verify", verify), ("draft", draft))
+    }
+
+
+if __name__ == "__main__":
+    main()

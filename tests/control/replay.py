@@ -1,0 +1,332 @@
+"""Recorded answers played through again: any drafter, any number of drafts, with measured times.
+
+The traces have what a real target wrote and what a real draft model said at every position of it;
+suffix and n-gram lookups are run for real. `benchmarks/record_traces.py` made them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from outrider.control import TieredDrafter, adaptive_drafter
+from outrider.core import (
+    Budget,
+    Draft,
+    KeyedCoins,
+    Outcome,
+    PointMass,
+    Proposal,
+    Request,
+    SamplingParams,
+)
+from outrider.drafters import NgramDrafter, SuffixDrafter
+
+FILE = Path(__file__).parent / "traces.json.gz"
+MOST = 8
+"""Drafts of a request in a step."""
+
+FIXED = ("plain", "suffix 4", "suffix 8", "model 2", "model 4", "model 8")
+"""Who drafts, and how much."""
+
+
+@lru_cache(maxsize=1)
+def recorded():
+    return json.loads(gzip.decompress(FILE.read_bytes()))
+
+
+class Times:
+    """Seconds of passes, between the measured ones by straight lines, and never falling."""
+
+    def __init__(self, measured: dict[str, float]) -> None:
+        self.rows, self.heights = [], []
+        for rows, seconds in sorted((int(rows), seconds) for rows, seconds in measured.items()):
+            self.rows.append(rows)
+            self.heights.append(max([seconds, *self.heights[-1:]]))
+
+    def __call__(self, rows: int) -> float:
+        right = bisect_left(self.rows, rows)
+        if right == 0:
+            return self.heights[0]
+        if right == len(self.rows):  # beyond: as steep as from the first to the last
+            right -= 1
+            left = 0
+        else:
+            left = right - 1
+        (x0, x1), (y0, y1) = (
+            (self.rows[left], self.rows[right]),
+            (self.heights[left], self.heights[right]),
+        )
+        return y0 + (y1 - y0) * (rows - x0) / max(1, x1 - x0)
+
+
+@dataclass
+class Player(Request):
+    """A request whose answer is known."""
+
+    trace: dict = None
+    step = 0
+
+    @property
+    def left(self) -> list[int]:
+        return self.trace["output"][len(self.output) :]
+
+    def drafts(self) -> list[list[float]]:
+        """What the draft model says next."""
+        return self.trace["drafts"][len(self.output) - 1]
+
+
+class RecordedModel:
+    """Says what the draft model said; its passes take time. As `ModelDrafter`, with siblings."""
+
+    name = "model"
+
+    def __init__(self, theatre, siblings: bool = False) -> None:
+        self.theatre, self.siblings = theatre, siblings
+
+    def start(self, requests):
+        pass
+
+    stop = observe = start
+
+    def propose(self, requests, budget):
+        depth = [0] * len(requests)
+        survival = [1.0] * len(requests)
+        share = budget.min_gain / max(1, sum(k > 0 for k in budget.max_drafts)) / 2
+        while True:
+            eager = [
+                r
+                for r, most in enumerate(budget.max_drafts)
+                if depth[r] < min(most, len(requests[r].drafts())) and survival[r] >= share
+            ]
+            if not eager or sum(survival[r] for r in eager) < budget.min_gain:
+                break
+            self.theatre.seconds += self.theatre.draft(len(eager))
+            for r in eager:
+                confidence = requests[r].drafts()[depth[r]][1]
+                survival[r] *= (
+                    budget.chance(requests[r], confidence) if budget.chance else confidence
+                )
+                depth[r] += 1
+        return Proposal.of(
+            [self.tree(*each) for each in zip(requests, depth, budget.max_drafts, strict=True)]
+        )
+
+    def tree(self, request, depth, most):
+        said = request.drafts()[:depth]
+        siblings = [(i - 1, e) for i, e in enumerate(said)][: (most - depth) * self.siblings]
+        return Draft(
+            tuple(int(e[0]) for e in said) + tuple(int(e[2]) for _, e in siblings),
+            tuple(range(-1, depth - 1)) + tuple(parent for parent, _ in siblings),
+            PointMass(),
+            tuple(e[1] for e in said) + tuple(e[3] for _, e in siblings),
+        )
+
+
+class Theatre:
+    """B requests at a time, one after the other from a list of traces, and a clock."""
+
+    def __init__(self, traces, batch: int, warm: int = 0) -> None:
+        self.waiting, self.batch = list(traces), batch
+        self.warm = warm  # requests that have to be over before anything counts
+        self.verify, self.draft = (Times(recorded()["times"][name]) for name in ("verify", "draft"))
+        self.seconds, self.tokens, self.numbers = 0.0, 0, 0
+        self.before = 0.0, 0
+        self.on_stage: list[Player] = []
+
+    def clock(self) -> float:
+        return self.seconds
+
+    def enter(self) -> list[Player]:
+        """Fill the batch. Returns who is new; nobody enters when no full batch is left."""
+        new = []
+        while len(self.on_stage) < self.batch and self.waiting:
+            trace = self.waiting.pop(0)
+            self.numbers += 1
+            new.append(
+                Player(
+                    id=self.numbers,
+                    prompt=tuple(trace["prompt"]),
+                    sampling=SamplingParams(),
+                    seed=0,
+                    output=trace["output"][:1],
+                    trace=trace,
+                )
+            )
+            self.on_stage.append(new[-1])
+        return new
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.on_stage) == self.batch
+
+    def play(self, drafter) -> float:
+        """Return tokens a second, as long as the batch is full."""
+        drafter.start(self.enter())
+        while self.is_full:
+            budget = Budget(
+                tuple(min(MOST, len(r.left) - 1) for r in self.on_stage), "match", KeyedCoins()
+            )
+            proposal = drafter.propose(self.on_stage, budget)
+            self.seconds += self.verify(proposal.num_rows)
+            outcomes = []
+            for request, draft in zip(self.on_stage, proposal.drafts(), strict=True):
+                rows, left = [0], request.left
+                for node, (token, parent) in enumerate(
+                    zip(draft.tokens, draft.parents, strict=True)
+                ):
+                    if parent + 1 == rows[-1] and token == left[len(rows) - 1]:
+                        rows.append(node + 1)
+                tokens = tuple(left[: len(rows)])
+                outcomes.append(
+                    Outcome(request, tokens, tuple(rows), len(draft.tokens), len(rows) - 1, None)
+                )
+                self.tokens += len(tokens)
+            drafter.observe(outcomes)
+            for outcome in outcomes:
+                outcome.apply()
+            gone = [r for r in self.on_stage if len(r.left) < 2]
+            self.on_stage = [r for r in self.on_stage if len(r.left) >= 2]
+            if 0 < self.warm <= len(gone):
+                self.before = self.seconds, self.tokens
+            self.warm -= len(gone)
+            drafter.stop(gone)
+            drafter.start(self.enter())
+        seconds, tokens = self.before
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+
+def adaptive(theatre, **options):
+    """The adaptive drafter, told first how long passes take, as a server does."""
+    drafter = adaptive_drafter(
+        RecordedModel(theatre, siblings=True), clock=theatre.clock, **options
+    )
+    for rows in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128):
+        drafter.cost.observe(rows, 0, theatre.verify(rows))
+        drafter.cost.draft.observe(rows, theatre.draft(rows))
+    return drafter
+
+
+class Fixed:
+    """One drafter and so many drafts; nobody holds back."""
+
+    def __init__(self, drafter, count) -> None:
+        self.drafter, self.count = drafter, count
+        self.start, self.stop, self.observe = drafter.start, drafter.stop, drafter.observe
+
+    def propose(self, requests, budget):
+        most = tuple(min(self.count, k) for k in budget.max_drafts)
+        chains = Budget(most, budget.rule, budget.coins, trees=False)
+        drafts = self.drafter.propose(requests, chains).drafts()
+        return Proposal.of(
+            [d.keep(range(min(k, len(d.tokens)))) for d, k in zip(drafts, most, strict=True)]
+        )
+
+
+class Oracle:
+    """Knows what will be accepted: drafts exactly that, of whom it pays to ask.
+
+    In each step it takes the best of all depths of the model and all numbers of the drafts that
+    will be accepted, by what a second is worth (`price`: tokens a second, found by `best_oracle`).
+    """
+
+    def __init__(self, theatre, free, price: float) -> None:
+        self.theatre, self.free, self.price = theatre, free, price
+
+    def start(self, requests):
+        for drafter in self.free:
+            drafter.start(requests)
+
+    def stop(self, requests):
+        for drafter in self.free:
+            drafter.stop(requests)
+
+    def observe(self, outcomes):
+        for drafter in self.free:
+            drafter.observe(outcomes)
+
+    def propose(self, requests, budget):
+        batch = len(requests)
+        free = [0] * batch
+        for drafter in self.free:
+            for r, draft in enumerate(drafter.propose(requests, budget).drafts()):
+                free[r] = max(free[r], right(draft.tokens, draft.parents, requests[r].left))
+        model = [right([int(e[0]) for e in r.drafts()], range(-1, MOST), r.left) for r in requests]
+        model = [min(m, k) for m, k in zip(model, budget.max_drafts, strict=True)]
+        best, plan = None, None
+        for depth in range(max(model) + 1):
+            gains = [max(f, min(m, depth)) for f, m in zip(free, model, strict=True)]
+            users = sum(min(m, depth) > f for f, m in zip(free, model, strict=True))
+            passes = depth * self.theatre.draft(users) if users else 0.0
+            for rows in range(sum(gains) + 1):
+                seconds = self.theatre.verify(batch + rows) + passes
+                worth = batch + rows - self.price * seconds
+                if best is None or worth > best:
+                    best, plan = worth, (gains, rows, passes)
+        gains, rows, passes = plan
+        self.theatre.seconds += passes
+        drafts = []
+        for request, gain in zip(requests, gains, strict=True):
+            count = min(gain, rows)
+            rows -= count
+            drafts.append(
+                Draft(tuple(request.left[:count]), tuple(range(-1, count - 1)), PointMass())
+            )
+        return Proposal.of(drafts)
+
+
+def right(tokens, parents, text) -> int:
+    """How many drafts of the best path are the text."""
+    depths = {-1: 0}
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=False)):
+        if parent in depths and depths[parent] < len(text) and token == text[depths[parent]]:
+            depths[node] = depths[parent] + 1
+    return max(depths.values())
+
+
+def traces_of(kind, batch):
+    """The traces of a kind, mixed ones in turn, often enough for a while at this batch."""
+    traces = recorded()["traces"]
+    own = [t for t in traces if kind in ("mixed", t["kind"])]
+    if kind == "mixed":
+        own = own[::2] + own[1::2]
+    return (own * (4 * batch))[: max(12, 4 * batch)]
+
+
+def speeds(kind, batch):
+    """Tokens a second of every method, once the first requests are over."""
+    traces, warm = traces_of(kind, batch), max(4, batch)
+
+    def play(make):
+        theatre = Theatre(traces, batch, warm)
+        return theatre.play(make(theatre))
+
+    def fixed(name):
+        who, _, count = name.partition(" ")
+        if who == "suffix":
+            return play(lambda theatre: Fixed(SuffixDrafter(), int(count)))
+        return play(lambda theatre: Fixed(RecordedModel(theatre), int(count or 0)))
+
+    return {
+        **{name: fixed(name) for name in FIXED},
+        "tiers": play(lambda theatre: TieredDrafter(RecordedModel(theatre))),
+        "adaptive": play(adaptive),
+        "oracle": best_oracle(traces, batch, warm),
+    }
+
+
+def best_oracle(traces, batch, warm) -> float:
+    """The oracle's speed, at the price that makes it the best: its own speed."""
+    price = 0.0
+    for _ in range(6):
+        theatre = Theatre(traces, batch, warm)
+        free = [SuffixDrafter(min_vote=0.0), NgramDrafter()]
+        found = theatre.play(Oracle(theatre, free, price))
+        if abs(found - price) < 1e-3 * found:
+            break
+        price = found
+    return found

@@ -1,0 +1,61 @@
+"""The policy on recorded answers, against an oracle that knows what will be accepted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import replay
+
+from outrider.drafters import NgramDrafter
+
+KINDS = ("chat", "code", "edit", "json", "prose", "mixed")
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Speeds of every method for some cells."""
+    return {(kind, batch): replay.speeds(kind, batch) for kind in KINDS for batch in (1, 4, 16)}
+
+
+def of_oracle(found):
+    return {cell: speeds["adaptive"] / speeds["oracle"] for cell, speeds in found.items()}
+
+
+def test_regret(table):
+    """What not knowing the future costs: about a tenth. benchmarks/regret.py has all cells."""
+    shares = of_oracle(table)
+    assert min(shares.values()) > 0.75, shares
+    assert math.prod(shares.values()) ** (1 / len(shares)) > 0.87, shares
+
+
+def test_no_fixed_choice_is_much_better(table):
+    for cell, speeds in table.items():
+        best = max(speeds[name] for name in replay.FIXED)
+        assert speeds["adaptive"] > 0.94 * best, (cell, speeds)
+        assert speeds["adaptive"] > 0.97 * speeds["plain"], (cell, speeds)
+
+
+def test_the_oracle_is_one(table):
+    """It knows more than anyone; only a tree of two drafters can be right where none of them is."""
+    for cell, speeds in table.items():
+        assert speeds["oracle"] > 0.97 * max(speeds.values()), (cell, speeds)
+
+
+def test_a_policy_that_believes_anything_is_noticed(monkeypatch):
+    """The twin: without calibration every draft is taken for certain."""
+    monkeypatch.setattr("outrider.control.acceptance.Chances.of", lambda self, confidence: 0.98)
+    found = {("prose", batch): replay.speeds("prose", batch) for batch in (8, 16)}
+    assert min(of_oracle(found).values()) < 0.75
+
+
+def test_replay_is_the_recorded_text():
+    theatre = replay.Theatre(replay.traces_of("edit", 2), 2)
+    players = []
+    drafter = NgramDrafter()
+    start = drafter.start
+    drafter.start = lambda requests: (players.extend(requests), start(requests))
+    theatre.play(drafter)
+    done = [player for player in players if len(player.left) < 2]
+    assert len(done) > 5
+    assert all(p.trace["output"][: len(p.output)] == p.output for p in players)
