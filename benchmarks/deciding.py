@@ -40,7 +40,7 @@ TRACED = 8
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix": SuffixDrafter,
     "ngram": NgramDrafter,
-    "adaptive": lambda: adaptive_drafter(None),
+    "adaptive": lambda: adaptive_drafter(None, clock=lambda: 0.0),
 }
 
 

@@ -334,8 +334,9 @@ class AdaptiveDrafter:
                 self._grow(requests[r], plans[r], budget.trees, budget.max_drafts[r])
 
     def _model_chance(self, request: Request, confidence: float) -> float:
+        """Return a chance to go on by: what was learnt on other texts may be too good for this."""
         assert self._model is not None
-        return self.acceptance.chances(self._model.name, request.id).of(confidence)
+        return min(confidence, self.acceptance.chances(self._model.name, request.id).of(confidence))
 
     # -- what became of it
 

@@ -38,7 +38,8 @@ def test_two_ranks(kind, launch, model_dir, noisy, tmp_path):
             answers = ask(drafter=drafter)
             assert [a["output_ids"] for a in answers] == plain
             accepted = sum(a["meta_info"]["spec_accepted_drafts"] for a in answers)
-            assert accepted > 0 or drafter == "adaptive"  # which may choose none
+            # suffix finds nothing to copy here, and adaptive may choose none
+            assert accepted > 0 or drafter in ("adaptive", "suffix")
         hot = [
             ("/generate", {"text": text, "sampling_params": {"temperature": 1.0, "top_p": 0.9}})
             for text in texts
