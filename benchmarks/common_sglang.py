@@ -107,39 +107,6 @@ def fill_cache(
     server.suspend()
 
 
-def measure(
-    server: Suspendable,
-    prompts: list[list[int]],
-    tokens: int,
-    wishes: dict[str, Any] | None,
-    cached: bool = False,
-) -> dict[str, Any]:
-    """Ask for all prompts at once. Return the time and the answers.
-
-    cached: what is in the prefix cache stays there
-    """
-    server.resume()
-    asked = [wish(ids, tokens, wishes) for ids in prompts]
-    if not cached:
-        server.post("/flush_cache", {})
-    before = seconds_by_part(server)
-    started = time.perf_counter()
-    answers = server.ask_all(asked, len(asked))
-    seconds = time.perf_counter() - started
-    after = seconds_by_part(server)
-    server.suspend()
-    metas = [answer["meta_info"] for answer in answers]
-    return {
-        "seconds": round(seconds, 3),
-        "tokens": sum(meta["completion_tokens"] for meta in metas),
-        "accepted": sum(meta.get("spec_accepted_drafts", 0) for meta in metas),
-        "proposed": sum(meta.get("spec_proposed_drafts", 0) for meta in metas),
-        "request_steps": sum(meta.get("spec_verify_ct", 0) for meta in metas),
-        "parts": {part: round(after[part] - before[part], 3) for part in after},
-        "outputs": [answer["output_ids"] for answer in answers],
-    }
-
-
 def same_outputs(run: dict[str, Any], other: dict[str, Any]) -> int:
     """Count the answers of a run that are those of another, as far as both go."""
     pairs = zip(run["outputs"], other["outputs"], strict=True)

@@ -140,7 +140,7 @@ def texts() -> dict[str, tuple[list[int], list[int]]]:
 def replay(drafter: Drafter, prompt: Sequence[int], output: Sequence[int]) -> dict[str, Any]:
     """Decode a known output. Return counts, and the seconds of each call."""
     request = Request(0, tuple(prompt), SamplingParams(max_tokens=len(output)), 0)
-    budget = Budget((K,), "match", KeyedCoins())
+    budget = Budget((K,), "match", KeyedCoins(), trees=False)
     seconds: dict[str, list[float]] = {"start": [], "propose": [], "observe": []}
 
     def timed(name: str, *arguments: Any) -> Any:
@@ -209,7 +209,7 @@ def memory(name: str, kind: str, count: int = 16) -> float:
     drafter = CONTENDERS[name]()
     warm = Request(count, (1, 2, 3, 1, 2, 3), SamplingParams(), 0)
     drafter.start([warm])
-    drafter.propose([warm], Budget((K,), "match", KeyedCoins()))
+    drafter.propose([warm], Budget((K,), "match", KeyedCoins(), trees=False))
     before = resident()
     drafter.start(requests)
     return (resident() - before) / (count * LONG)

@@ -21,6 +21,8 @@ from outrider.core import (
     Siblings,
     Unsupported,
     chain,
+    likeliest,
+    survival,
     unite,
     verify,
 )
@@ -115,6 +117,19 @@ def test_united_drafts_have_each_path_once(drafts):
     if drafts and not texts(drafts[0]) - texts(tree):
         first = [*dict.fromkeys(places[0])]
         assert first == list(range(len(first)))  # the first draft's come first, in their order
+
+
+@given(trees(), st.integers(0, 6), st.data())
+def test_the_likeliest_drafts_hang_together(draft, most, data):
+    chances = [data.draw(st.floats(0, 1)) for _ in draft.tokens]
+    worth = survival(draft.parents, chances)
+    for i, (parent, chance) in enumerate(zip(draft.parents, chances, strict=True)):
+        assert worth[i] == chance * (1.0 if parent == ROOT else worth[parent])
+    nodes = likeliest(worth, most)
+    assert len(nodes) == min(most, len(worth))
+    assert all(draft.parents[node] in (ROOT, *nodes) for node in nodes)
+    left = set(range(len(worth))) - set(nodes)
+    assert all(worth[node] >= worth[other] for node in nodes for other in left)
 
 
 @given(trees(), st.randoms())

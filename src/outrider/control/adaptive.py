@@ -38,7 +38,20 @@ from outrider.control.acceptance import Acceptance
 from outrider.control.brake import Brake
 from outrider.control.cost import KNOTS, StepCost
 from outrider.control.policy import Choice, choose
-from outrider.core import ROOT, Budget, Draft, Drafter, Law, Outcome, Proposal, Request, unite
+from outrider.core import (
+    ROOT,
+    Budget,
+    Draft,
+    Drafter,
+    Law,
+    Outcome,
+    Proposal,
+    Request,
+    chain,
+    likeliest,
+    survival,
+    unite,
+)
 from outrider.drafters import NgramDrafter, SuffixDrafter
 
 MARGIN = 0.05
@@ -66,7 +79,7 @@ class _Plan:
     """
 
     offers: list[tuple[str, Draft[Law]]] = field(default_factory=list)
-    tree: Draft[Law] = field(default_factory=lambda: unite(())[0])
+    tree: Draft[Law] = field(default_factory=lambda: chain(()))
     survival: list[float] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     used: str = ""
@@ -221,11 +234,9 @@ class AdaptiveDrafter:
             best = worth.index(max(worth))
             (name, plan.tree), found = plan.offers[best], chances[best]
             plan.sources = [name] * len(found)
-        plan.survival = []
-        for parent, chance in zip(plan.tree.parents, found, strict=True):
-            plan.survival.append(chance if parent == ROOT else chance * plan.survival[parent])
-        if len(found) > most:  # the best of them, each after its parent
-            nodes = sorted(sorted(range(len(found)), key=lambda i: -plan.survival[i])[:most])
+        plan.survival = survival(plan.tree.parents, found)
+        if len(found) > most:
+            nodes = likeliest(plan.survival, most)
             plan.tree = plan.tree.keep(nodes)
             plan.survival = [plan.survival[node] for node in nodes]
             plan.sources = [plan.sources[node] for node in nodes]

@@ -13,6 +13,8 @@ from outrider.core.proposal import (
     Sampled,
     Siblings,
     chain,
+    likeliest,
+    survival,
     unite,
 )
 from outrider.core.request import FinishReason, Request
@@ -62,10 +64,12 @@ __all__ = [
     "Verdict",
     "chain",
     "gumbel_noise",
+    "likeliest",
     "match",
     "murmur_hash32",
     "settle",
     "step",
+    "survival",
     "target_law",
     "unite",
     "verify",

@@ -137,6 +137,25 @@ def chain(
     return Draft(tuple(tokens), parents, claimed, tuple(confidences))
 
 
+def survival(parents: Sequence[int], chances: Sequence[float]) -> list[float]:
+    """Return the chance of each draft that it and all above it are accepted.
+
+    chances: of each, given that all above it are
+    """
+    found: list[float] = []
+    for parent, chance in zip(parents, chances, strict=True):
+        found.append(chance if parent == ROOT else chance * found[parent])
+    return found
+
+
+def likeliest(survival: Sequence[float], most: int) -> list[int]:
+    """Return the drafts that are the likeliest to be accepted, in their order.
+
+    Each one's parent is among them: it comes before it, and is at least as likely.
+    """
+    return sorted(sorted(range(len(survival)), key=lambda node: -survival[node])[:most])
+
+
 def unite(drafts: Sequence[Draft[Law]]) -> tuple[Draft[PointMass], list[list[int]]]:
     """Join several drafts for one request into a tree that has each of their paths once.
 

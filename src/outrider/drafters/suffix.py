@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core import (
-    ROOT,
     Budget,
     Draft,
     Law,
@@ -36,6 +35,8 @@ from outrider.core import (
     Proposal,
     Request,
     chain,
+    likeliest,
+    survival,
     unite,
 )
 from outrider.drafters.shared import SEPARATOR, SharedTexts, tenant_of
@@ -281,15 +282,6 @@ def _end(text: Sequence[int]) -> int:
     return text.index(SEPARATOR) if SEPARATOR in text else len(text)
 
 
-def _best(draft: Draft[PointMass], most: int) -> Draft[PointMass]:
-    """Return as many drafts of a tree as are allowed: the likeliest to be accepted."""
-    survival: list[float] = []
-    for parent, sure in zip(draft.parents, draft.sure, strict=True):
-        survival.append(sure if parent == ROOT else sure * survival[parent])
-    best = sorted(range(len(survival)), key=lambda node: -survival[node])[:most]
-    return draft.keep(sorted(best))
-
-
 class SuffixDrafter:
     """Drafts what followed the longest suffix before, as far as the occurrences agree.
 
@@ -341,7 +333,8 @@ class SuffixDrafter:
             count = min(count, _end(found.tokens))
             draft = chain(found.tokens[:count], confidences=found.confidences[:count])
             if budget.trees and found.split < count and found.disagrees(self._min_vote):
-                draft = _best(unite([draft, found.branch()])[0], most)
+                tree, _ = unite([draft, found.branch()])
+                draft = tree.keep(likeliest(survival(tree.parents, tree.sure), most))
             drafts.append(draft)
         return Proposal.of(drafts)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.hosts.sglang.attention import _batches, _Run, _sdpa
-from outrider.kernels.paged_attention import Past, branches
+from outrider.kernels.paged_attention import Past, tree_pasts
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 REQUESTS = [  # (cached tokens, parent of each draft)
@@ -25,21 +25,9 @@ def world():
     made = torch.Generator().manual_seed(0)
     slots, requests, row, start = torch.randperm(2999, generator=made) + 1, [], 0, 0
     for prefix, drafts in REQUESTS:
-        parents, depths = [-1, *drafts], []
-        for parent in parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
+        parents = [-1, *drafts]
         cached, own = slots[start : start + prefix], slots[start + prefix :]
-        requests.append(
-            [
-                Past(
-                    [row + node for node in nodes],
-                    [prefix + depths[node] for node in nodes],
-                    torch.cat([cached, own[path]]),
-                    prefix,
-                )
-                for nodes, path in branches(parents)
-            ]
-        )
+        requests.append(tree_pasts(parents, cached, own, row))
         row, start = row + len(parents), start + prefix + len(parents)
     k, v = torch.randn(2, 3000, KV_HEADS, DIM, generator=made)
     return torch.randn(row, HEADS, DIM, generator=made), k, v, requests

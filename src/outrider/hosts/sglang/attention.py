@@ -21,7 +21,7 @@ from torch import Tensor
 
 from outrider.core import Unsupported
 from outrider.kernels import use_triton
-from outrider.kernels.paged_attention import Past, Tiles, branches, paged_attention, tile_rows
+from outrider.kernels.paged_attention import Past, Tiles, paged_attention, tile_rows, tree_pasts
 from outrider.kernels.row_invariant import ROWS
 
 FEW_ROWS = 32
@@ -61,25 +61,27 @@ class OutriderAttention(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Find which rows share which keys, once for all layers."""
-        lines = forward_batch.req_pool_indices.tolist()
         if forward_batch.forward_mode.is_decode():
             requests = self._decode_pasts(forward_batch)
         else:
-            prefixes, counts = (
-                forward_batch.extend_prefix_lens_cpu,
-                forward_batch.extend_seq_lens_cpu,
-            )
-            requests, start = [], 0
-            for line, prefix, count in zip(lines, prefixes, counts, strict=True):
-                if count:
-                    lens = range(prefix + 1, prefix + count + 1)
-                    requests.append([self._past(line, range(start, start + count), lens)])
-                start += count
+            requests = self._prefill_pasts(forward_batch)
         self._pasts = [past for pasts in requests for past in pasts]
         self._tiles = tile_rows(self._pasts, ROWS) if self._deterministic else None
         self._batches = []
         if self._tiles is None:
             self._batches = _batches([_Run.of(pasts) for pasts in requests])
+
+    def _prefill_pasts(self, forward_batch: Any) -> list[list[Past]]:
+        """Return the past of each request's new tokens."""
+        lines = forward_batch.req_pool_indices.tolist()
+        prefixes, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        requests, start = [], 0
+        for line, prefix, count in zip(lines, prefixes, counts, strict=True):
+            if count:
+                lens = range(prefix + 1, prefix + count + 1)
+                requests.append([self._past(line, range(start, start + count), lens)])
+            start += count
+        return requests
 
     def _decode_pasts(self, forward_batch: Any) -> list[list[Past]]:
         """Return the pasts of each request: one for a chain, one for each branch of a tree."""
@@ -94,17 +96,7 @@ class OutriderAttention(AttentionBackend):
             first, prefix = rows[0], lens[rows[0]] - 1
             cached, own = self._req_to_token[line, :prefix].long(), slots[first : rows[-1] + 1]
             parents = [trees.parents[row] - first for row in rows[1:]]
-            requests.append(
-                [
-                    Past(
-                        [first + node for node in nodes],
-                        [lens[first + node] for node in nodes],
-                        torch.cat([cached, own[path]]),
-                        prefix,
-                    )
-                    for nodes, path in branches([-1, *parents])
-                ]
-            )
+            requests.append(tree_pasts([-1, *parents], cached, own, first))
         return requests
 
     def _past(self, line: int, rows: Sequence[int], lens: Sequence[int]) -> Past:

@@ -29,9 +29,9 @@ from outrider.kernels.paged_attention import (
     Past,
     Tile,
     Tiles,
-    branches,
     paged_attention,
     tile_rows,
+    tree_pasts,
 )
 from outrider.kernels.prefill_attention import causal_attention, prefill_attention
 from outrider.kernels.row_invariant import ROWS, RowInvariant
@@ -254,18 +254,7 @@ class _Pass:
             # the rows of this segment, as numbered among `others`
             first = len(others)
             others += range(start, start + count)
-            cached = sequence.slots[:prefix]
-            pasts.append(
-                [
-                    Past(
-                        [first + node for node in nodes],
-                        [prefix + depths[node] for node in nodes],
-                        torch.cat([cached, own[path]]),
-                        prefix,
-                    )
-                    for nodes, path in branches(parents)
-                ]
-            )
+            pasts.append(tree_pasts(parents, sequence.slots[:prefix], own, first))
         return _Pass(
             tokens,
             positions,

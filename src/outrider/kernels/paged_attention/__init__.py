@@ -13,10 +13,20 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.paged_attention import reference
-from outrider.kernels.paged_attention.layout import Layout, Past, Tile, branches
+from outrider.kernels.paged_attention.layout import Layout, Past, Tile, branches, tree_pasts
 from outrider.kernels.paged_attention.reference import SPLIT, Tiles
 
-__all__ = ["SPLIT", "Layout", "Past", "Tile", "Tiles", "branches", "paged_attention", "tile_rows"]
+__all__ = [
+    "SPLIT",
+    "Layout",
+    "Past",
+    "Tile",
+    "Tiles",
+    "branches",
+    "paged_attention",
+    "tile_rows",
+    "tree_pasts",
+]
 
 
 def paged_attention(

@@ -272,3 +272,23 @@ def branches(parents: Sequence[int]) -> list[tuple[list[int], list[int]]]:
         done.update(own)
         found.append((own, paths[leaf]))
     return found
+
+
+def tree_pasts(parents: Sequence[int], cached: Tensor, own: Tensor, first: int = 0) -> list[Past]:
+    """Return the pasts of one request's rows, one for each branch of the tree that they form.
+
+    parents: the parent of each row, before it; -1 for one that follows what is cached
+    cached, own: slots of what is cached, and of each row
+    first: the number of the first row in the pass
+    """
+    prefix = len(cached)
+    return [
+        Past(
+            rows=[first + node for node in nodes],
+            # a branch computes the end of its path
+            lens=range(prefix + len(path) - len(nodes) + 1, prefix + len(path) + 1),
+            slots=torch.cat([cached, own[path]]),
+            prefix=prefix,
+        )
+        for nodes, path in branches(parents)
+    ]
