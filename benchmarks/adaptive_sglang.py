@@ -41,7 +41,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoTokenizer
-from workloads import KINDS, prompts
+
+from outrider.bench.workloads import KINDS, prompts
 
 BARE, TIERS, ADAPTIVE = "bare", "tiers", "adaptive"
 FIXED: dict[str, dict[str, Any]] = {

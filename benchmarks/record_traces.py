@@ -24,9 +24,9 @@ from typing import Any
 from common import chat_ids, load, model_path, provenance
 from rich.progress import track
 from transformers import AutoTokenizer
-from workloads import SINGLE, prompts
 
 import outrider
+from outrider.bench.workloads import SINGLE, prompts
 from outrider.hosts.transformers.runner import Runner
 
 FILE = Path(__file__).parents[1] / "tests" / "control" / "traces.json.gz"

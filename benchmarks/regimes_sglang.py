@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from transformers import AutoTokenizer
-from workloads import prompts
+
+from outrider.bench.workloads import prompts
 
 WINDOW, READY = 4, 0.9
 FLAGS = [

@@ -261,4 +261,4 @@ def test_without_matplotlib_the_page_has_no_plots(tmp_path):
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "page.html").read_text()
     assert "<svg" not in page
-    assert "outrider[report]" in page
+    assert "outrider[tools]" in page

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from outrider.core.errors import Unsupported
+from outrider.errors import Unsupported
 from outrider.hosts.sglang.profile import CONFIG_VARIABLE, load_profile
 
 

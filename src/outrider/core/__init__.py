@@ -1,7 +1,6 @@
 """The theory. Pure PyTorch: no kernels, no engine. Read `proposal`, `rules`, `settle`, `loop`."""
 
 from outrider.core.coins import Coins, KeyedCoins, Stream, gumbel_noise, murmur_hash32
-from outrider.core.errors import DraftFault, OutriderError, Unsupported
 from outrider.core.loop import Budget, Drafter, Host, Step, step
 from outrider.core.proposal import (
     ROOT,
@@ -31,6 +30,7 @@ from outrider.core.sampling import Grammar, SamplingParams
 from outrider.core.settle import Outcome, settle
 from outrider.core.stats import Stats
 from outrider.core.target import TRANSFORMS, Rows, TargetLaw, target_law
+from outrider.errors import DraftFault, OutriderError, Unsupported
 
 __all__ = [
     "ROOT",

@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar, overload
 import torch
 from torch import Tensor
 
-from outrider.core.errors import DraftFault
+from outrider.errors import DraftFault
 
 ROOT = -1
 """The parent of a draft that follows the request's last token."""

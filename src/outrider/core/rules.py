@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from outrider.core.coins import Coins, Stream
-from outrider.core.errors import Unsupported
 from outrider.core.proposal import ChainLaw, Law, Proposal, Siblings
 from outrider.core.target import TargetLaw
+from outrider.errors import Unsupported
 
 RuleName = Literal["match", "residual", "block"]
 

@@ -1,21 +1,17 @@
-"""What a result was made with: the machine, the versions, the command."""
+"""What the kernels run on and with."""
 
 from __future__ import annotations
 
-import platform
-import subprocess
-import sys
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import outrider
+from outrider.report.provenance import installed
 from outrider.selftest.check import Setting
 
-__all__ = ["environment", "provenance"]
+__all__ = ["environment"]
 
 
 def environment(setting: Setting) -> dict[str, Any]:
@@ -30,9 +26,9 @@ def environment(setting: Setting) -> dict[str, Any]:
         "driver": _driver(),
         "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else _cuda(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": installed("triton"),
         "outrider": outrider.__version__,
-        "sglang": _version("sglang"),
+        "sglang": installed("sglang"),
     }
     if not setting.interpreted:
         properties = torch.cuda.get_device_properties(setting.device)
@@ -46,24 +42,6 @@ def environment(setting: Setting) -> dict[str, Any]:
     return found
 
 
-def provenance() -> dict[str, Any]:
-    """Return when, by which command and from which sources this is made."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "argv": sys.argv,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _cuda() -> str | None:
     return f"CUDA {torch.version.cuda}" if torch.version.cuda else None
 
@@ -74,19 +52,3 @@ def _driver() -> str | None:
         if file.exists():
             return f"{module} {file.read_text().strip()}"
     return None
-
-
-def _commit() -> str | None:
-    """Return the commit of the checkout that this package is part of, "-dirty" if changed."""
-    package = Path(outrider.__file__).parent
-    root = package.parents[1]
-    # an installed package may lie inside of somebody else's repository
-    if package != root / "src" / "outrider" or not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    command += ["--exclude=*", "--abbrev=40"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

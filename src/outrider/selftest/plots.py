@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.report.plots import TEXT, colour, name_ticks, new_figure, short, svg
 from outrider.selftest.bench import Benchmark
 from outrider.selftest.contenders import HOST, OURS, TORCH
 from outrider.selftest.timing import Measurement
 
 __all__ = ["SERIES", "Panel", "Series", "rates_by_context", "times_by_rows"]
-
-# Matplotlib wants colours as numbers; these stand for the page's variables, which may change with
-# the reader's theme.
-_COLOURS = {
-    "#010101": "currentColor",
-    "#010102": "var(--line)",
-    "#010103": "var(--ours)",
-    "#010104": "var(--host)",
-    "#010105": "var(--torch)",
-}
-_TEXT, _LINE = "#010101", "#010102"
 
 
 @dataclass(frozen=True)
@@ -37,7 +26,7 @@ class Series:
     @property
     def colour(self) -> str:
         """Return the number that stands for its colour."""
-        return next(number for number, name in _COLOURS.items() if self.variable in name)
+        return colour(self.variable)
 
 
 SERIES = (
@@ -70,7 +59,8 @@ def rates_by_context(benchmark: Benchmark) -> list[Panel]:
     panels = []
     most = max(_values(benchmark, "rows"), default=1)
     for batch in _values(benchmark, "batch"):
-        figure, axes = _figure()
+        figure, axes = new_figure()
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         for series in SERIES:
             found = sorted(
                 (m for m in _attention(benchmark, batch=batch, rows=1)
@@ -83,17 +73,17 @@ def rates_by_context(benchmark: Benchmark) -> list[Panel]:
             _draw_rates(axes, ours, SERIES[0], ":")
         if benchmark.roofline is not None:
             rate = benchmark.roofline.rate()
-            axes.axhline(rate, color=_TEXT, linestyle=(0, (6, 3)), linewidth=1)
+            axes.axhline(rate, color=TEXT, linestyle=(0, (6, 3)), linewidth=1)
             axes.annotate(
                 f"a copy: {rate:,.0f}", (0.02, rate), xycoords=("axes fraction", "data"),
                 xytext=(0, 3), textcoords="offset points",
             )  # fmt: skip
             axes.set_ylim(0, max(axes.get_ylim()[1], rate * 1.15))
         axes.set_xscale("log", base=2)
-        _name_ticks(axes, _values(benchmark, "context", batch=batch), "context, tokens")
+        name_ticks(axes, _values(benchmark, "context", batch=batch), "context, tokens")
         axes.set_ylabel("GB/s of keys and values")
         title = f"batch {batch}"
-        panels.append(Panel(title, _svg(figure, axes, title, f"rates-{batch}")))
+        panels.append(Panel(title, svg(figure, axes, title, f"rates-{batch}")))
     return panels
 
 
@@ -102,7 +92,8 @@ def times_by_rows(benchmark: Benchmark) -> list[Panel]:
     panels = []
     for batch in _values(benchmark, "batch"):
         context = max(_values(benchmark, "context", batch=batch))
-        figure, axes = _figure()
+        figure, axes = new_figure()
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         for series in SERIES:
             found = sorted(
                 (m for m in _attention(benchmark, batch=batch, context=context)
@@ -114,10 +105,10 @@ def times_by_rows(benchmark: Benchmark) -> list[Panel]:
                       [1000 * (m.percentile(0.9) - m.median) for m in found]]  # fmt: skip
             _draw(axes, [m.shape["rows"] for m in found], middle, spread, series, "-")
         axes.set_ylim(0, axes.get_ylim()[1])
-        _name_ticks(axes, _values(benchmark, "rows", batch=batch, context=context), "rows, K + 1")
+        name_ticks(axes, _values(benchmark, "rows", batch=batch, context=context), "rows, K + 1")
         axes.set_ylabel("µs a step")
         title = f"batch {batch}, context {short(context)}"
-        panels.append(Panel(title, _svg(figure, axes, title, f"times-{batch}")))
+        panels.append(Panel(title, svg(figure, axes, title, f"times-{batch}")))
     return panels
 
 
@@ -141,58 +132,3 @@ def _draw(
             x, middle, yerr=spread, color=series.colour, marker=series.marker, markersize=5,
             linestyle=line, linewidth=1.6, capsize=3, elinewidth=1,
         )  # fmt: skip
-
-
-def _figure() -> tuple[Any, Any]:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2, 3.0), layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(color=_LINE, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    for side, spine in axes.spines.items():
-        spine.set_color(_LINE)
-        spine.set_visible(side in ("left", "bottom"))
-    axes.tick_params(color=_LINE, labelcolor=_TEXT, labelsize=9)
-    return figure, axes
-
-
-def _name_ticks(axes: Any, values: Sequence[int], label: str) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    axes.xaxis.set_major_locator(FixedLocator(values))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([short(value) for value in values])
-    axes.set_xlabel(label)
-
-
-def short(number: int) -> str:
-    """Return 32768 as 32k."""
-    return f"{number // 1024}k" if number and number % 1024 == 0 else str(number)
-
-
-def _svg(figure: Any, axes: Any, title: str, salt: str) -> str:
-    import matplotlib as mpl
-
-    axes.set_title(title, color=_TEXT, fontsize=10, loc="left")
-    for text in (axes.xaxis.label, axes.yaxis.label, *axes.texts):
-        text.set_color(_TEXT)
-        text.set_fontsize(9)
-    out = io.StringIO()
-    # text stays text; ids differ between the plots of a page, and not between runs
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]
-    for number, name in _COLOURS.items():
-        svg = svg.replace(number, name)
-    # its size is the page's business; the ids of groups ("figure_1") would be there many times
-    head, rest = svg.split(">", 1)
-    width, height = (part for part in head.split() if part.startswith(("width=", "height=")))
-    head = head.replace(width, 'role="img"').replace(height, f'aria-label="{title}"')
-    start, end = rest.index("<metadata>"), rest.index("</metadata>") + len("</metadata>")
-    return f"{head}>{rest[:start]}{rest[end:]}".replace('<g id="', '<g class="')

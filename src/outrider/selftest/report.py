@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
-from importlib.resources import files
 from typing import Any
 
+from outrider.report import Page
+from outrider.report.plots import short
 from outrider.selftest.bench import Benchmark
 from outrider.selftest.check import Outcome
-from outrider.selftest.plots import SERIES, Panel, rates_by_context, short, times_by_rows
+from outrider.selftest.plots import SERIES, Panel, rates_by_context, times_by_rows
 from outrider.selftest.timing import Measurement
 
 __all__ = ["NO_TIMINGS", "Report", "grade", "spread", "tally"]
@@ -61,29 +61,18 @@ class Report:
 
     def page(self) -> str:
         """Return the HTML page."""
-        style = files("outrider.selftest").joinpath("page.css").read_text(encoding="utf-8")
         where = self.environment["gpu"] or self.environment["device"]
-        state = "bad" if self.failures else "good"
-        return "\n".join(
-            [
-                "<!doctype html>",
-                '<html lang="en"><head><meta charset="utf-8">',
-                '<meta name="viewport" content="width=device-width, initial-scale=1">',
-                '<meta name="color-scheme" content="light dark">',
-                f"<title>Outrider selftest: {escape(self.verdict)}</title>",
-                f"<style>{style}</style></head><body><main>",
-                f'<header class="{state}"><p>Outrider selftest</p>',
-                f"<h1>{escape(self.verdict)}</h1>",
-                f"<p>{escape(str(where))} ({escape(self.environment['arch'])}), "
-                f"{escape(self.provenance['date'])}</p></header>",
-                *([] if self.benchmark else [f"<p class='note'>{NO_TIMINGS}</p>"]),
-                *self._failed(),
-                *self._checks(),
-                *self._timings(),
-                *self._made_with(),
-                "</main></body></html>\n",
-            ]
+        page = Page(
+            "Outrider selftest",
+            self.verdict,
+            "bad" if self.failures else "good",
+            f"{where} ({self.environment['arch']}), {self.provenance['date']}",
         )
+        if not self.benchmark:
+            page.add(f"<p class='note'>{NO_TIMINGS}</p>")
+        page.add(*self._failed(), *self._checks(), *self._timings())
+        page.made_with({**self.environment, **self.provenance})
+        return page.html()
 
     def _failed(self) -> Iterator[str]:
         if self.failures:
@@ -127,15 +116,6 @@ class Report:
             yield from (f"<li>{escape(note)}</li>" for note in self.benchmark.notes)
             yield "</ul>"
 
-    def _made_with(self) -> Iterator[str]:
-        facts = {**self.environment, **self.provenance}
-        facts["argv"] = shlex.join(self.provenance["argv"])
-        yield "<h2>Made with</h2><dl>"
-        for name, value in facts.items():
-            said = "not known" if value is None else str(value)
-            yield f"<div><dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(said)}</dd></div>"
-        yield "</dl>"
-
 
 def grade(outcomes: Sequence[Outcome]) -> str:
     """Return "bad" if one failed, "other" if only one that was not promised did, else "good"."""
@@ -165,7 +145,7 @@ def _plots(benchmark: Benchmark) -> Iterator[str]:
     try:
         rates, times = rates_by_context(benchmark), times_by_rows(benchmark)
     except ImportError as error:
-        benchmark.note(f"no plots: {error}; pip install 'outrider[report]' and run again")
+        benchmark.note(f"no plots: {error}; pip install 'outrider[tools]' and run again")
         return
     shown = {m.contender for m in benchmark.measurements if m.operation == "paged_attention"}
     yield "<p class='legend'>"

@@ -34,7 +34,7 @@ def run(device: str | None, out: Path, quick: bool, as_json: bool) -> None:
         if importlib.util.find_spec(package) is None:
             console.print(f"[red]{package} is not installed here; pip install {package}[/]")
             raise SystemExit(2)
-    from outrider.core.errors import Unsupported
+    from outrider.errors import Unsupported
 
     try:
         setting = prepare(device, quick)
@@ -61,7 +61,7 @@ def prepare(device: str | None, quick: bool) -> Setting:
         _interpret()
     import torch
 
-    from outrider.core.errors import Unsupported
+    from outrider.errors import Unsupported
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +83,7 @@ def prepare(device: str | None, quick: bool) -> Setting:
 
 
 def _interpret() -> None:
-    from outrider.core.errors import Unsupported
+    from outrider.errors import Unsupported
 
     if os.environ.get(INTERPRET) != "1" and "triton" in sys.modules:
         raise Unsupported(
@@ -95,9 +95,10 @@ def _interpret() -> None:
 
 def examine(setting: Setting, console: Console) -> Report:
     """Run the checks and, on a GPU, the benchmark."""
+    from outrider.report import provenance
     from outrider.selftest.bench import measure
     from outrider.selftest.checks import all_checks
-    from outrider.selftest.environment import environment, provenance
+    from outrider.selftest.environment import environment
     from outrider.selftest.report import Report
     from outrider.selftest.timing import Bench, Grid
 

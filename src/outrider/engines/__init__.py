@@ -1,0 +1,18 @@
+"""Whatever answers prompts, seen from outside: the tools ask engines and compare what they say.
+
+`base.py` says what is asked and answered, `server.py` speaks to any server with OpenAI's API,
+`local.py` runs Transformers in this process. An engine is named by a string:
+
+    http://127.0.0.1:30000                       a server
+    http://127.0.0.1:30000#drafter=suffix        Outrider's server, with wishes for each request
+    http://127.0.0.1:8080#{"cache_prompt": false}    fields of the request's body, for any server
+    transformers:MODEL                           Transformers' own generation
+    transformers:MODEL#draft=MODEL               Outrider in Transformers, with a draft model
+    transformers:MODEL#mode=assisted,draft=MODEL Transformers' own speculation
+
+Importing this package needs nothing but the standard library.
+"""
+
+from outrider.engines.base import Answer, Counts, Engine, Token, Wish, open_engine
+
+__all__ = ["Answer", "Counts", "Engine", "Token", "Wish", "open_engine"]

@@ -1,0 +1,221 @@
+"""What an engine is asked, and what it answers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from outrider.errors import Unsupported
+
+__all__ = ["Answer", "Counts", "Engine", "Heard", "Token", "Wish", "open_engine"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A prompt and how to go on from it. The defaults are greedy.
+
+    chat: whether the prompt is a user's message, put into the model's chat template
+    logprobs: how many alternatives to report for each token; None reports nothing
+    ignore_eos: go on to max_tokens (an extension of OpenAI's API that SGLang and vLLM have)
+    """
+
+    prompt: str
+    chat: bool = True
+    max_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer, with what the engine says about it.
+
+    logprob: of the model, if the engine was asked for it
+    top: the most likely tokens at its place, best first
+    """
+
+    text: str
+    logprob: float | None = None
+    top: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine said, and when.
+
+    tokens: empty if it does not tell them apart
+    count: how many tokens it counts
+    arrivals: (seconds on this process's clock, tokens so far), the first when the wish was sent
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    count: int
+    finish_reason: str | None
+    arrivals: tuple[tuple[float, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the wish to the last token."""
+        return self.arrivals[-1][0] - self.arrivals[0][0]
+
+    @property
+    def first_token(self) -> float:
+        """From the wish to the first token: exact only if the answer was streamed."""
+        return (
+            next(t for t, n in self.arrivals if n > 0 or t == self.arrivals[-1][0])
+            - (self.arrivals[0][0])
+        )
+
+
+@dataclass
+class Counts:
+    """What speculation did so far, as far as an engine tells. The difference of two is a run's.
+
+    steps: passes of the target; request_steps: the same, once for each request in it
+    rows: of these passes
+    emitted, drafted, accepted: tokens
+    accepted_at, proposed_at: drafts by position in their block
+    by_drafter: draft tokens by who proposed them
+    seconds: of the steps, by part
+    fallbacks: requests that a step served without drafts, by reason
+    """
+
+    steps: float = 0
+    request_steps: float = 0
+    rows: float = 0
+    emitted: float = 0
+    drafted: float = 0
+    accepted: float = 0
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    proposed_at: Counter[int] = field(default_factory=Counter)
+    by_drafter: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+    fallbacks: Counter[str] = field(default_factory=Counter)
+
+    def __sub__(self, before: Counts) -> Counts:
+        return Counts(**{f.name: _minus(getattr(self, f.name), getattr(before, f.name))
+                         for f in fields(self)})  # fmt: skip
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name)
+                         for f in fields(self)})  # fmt: skip
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a request gets from one pass of the target: 1 is plain decoding."""
+        return self.emitted / self.request_steps if self.request_steps else 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """How long a step takes, on average."""
+        return sum(self.seconds.values()) / self.steps if self.steps else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {
+            name: {str(k): round(v, 4) for k, v in sorted(value.items())}
+            if isinstance(value, Counter)
+            else value
+            for name, value in found.items()
+        }
+
+
+def _minus(a: Any, b: Any) -> Any:
+    return Counter({key: a[key] - b[key] for key in a}) if isinstance(a, Counter) else a - b
+
+
+Heard = Callable[[int, Answer], None]
+"""Called with the number of a wish and its answer, as they come in."""
+
+
+class Engine(Protocol):
+    """Something that answers.
+
+    spec: the string that names it
+    """
+
+    spec: str
+
+    def ask(
+        self,
+        wishes: Sequence[Wish],
+        concurrency: int = 1,
+        *,
+        stream: bool = False,
+        rate: float | None = None,
+        heard: Heard | None = None,
+    ) -> list[Answer]:
+        """Return the answers, in order.
+
+        concurrency: at most so many wishes are open at once
+        stream: whether answers come in pieces, so that `arrivals` says when
+        rate: wishes a second, at random (a Poisson process of fixed seed); None sends as many as
+            may be open
+        """
+        ...
+
+    def counts(self) -> Counts | None:
+        """Return what speculation did so far, or None if this engine does not tell."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """Return what it says about itself: model, version."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+def open_engine(spec: str) -> Engine:
+    """Return the engine that a string names; see this package's docstring."""
+    where, _, given = spec.partition("#")
+    if where.startswith(("http://", "https://")):
+        from outrider.engines.server import ServerEngine
+
+        return ServerEngine(spec, where, _body(spec, given))
+    kind, _, model = where.partition(":")
+    if kind == "transformers" and model:
+        from outrider.engines.local import LocalEngine
+
+        return LocalEngine(spec, model, _options(spec, given))
+    raise Unsupported(
+        f"{spec!r:.200} names no engine",
+        fix="use a server's address, http://host:port, or transformers:MODEL",
+    )
+
+
+def _body(spec: str, given: str) -> dict[str, Any]:
+    """Return what to add to each request's body: JSON as it is, or wishes for Outrider."""
+    if not given.startswith("{"):
+        wishes: dict[str, Any] = dict(_options(spec, given))
+        model = wishes.pop("model", None)
+        body = {"model": model} if model else {}
+        return {**body, "custom_params": {"outrider": wishes}} if wishes else body
+    try:
+        found: dict[str, Any] = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise Unsupported(f"{given!r:.200} is not JSON ({error})", fix="quote it") from error
+    return found
+
+
+def _options(spec: str, given: str) -> Mapping[str, Any]:
+    """Return key=value,key=value as a mapping; numbers and truths are read as such."""
+    found: dict[str, Any] = {}
+    for part in filter(None, given.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise Unsupported(f"{part!r} in {spec!r:.200}", fix="write key=value,key=value")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found

@@ -1,0 +1,266 @@
+"""Transformers in this process: its own generation and speculation, and Outrider's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider.engines.base import Answer, Counts, Heard, Token, Wish
+from outrider.errors import Unsupported
+
+__all__ = ["LocalEngine"]
+
+PLAIN, ASSISTED, LOOKUP, OUTRIDER = MODES = ("plain", "assisted", "lookup", "outrider")
+OPTIONS = ("mode", "draft", "drafter", "max_drafts", "dtype", "exactness", "draft_bits")
+
+
+class LocalEngine:
+    """Answers with a model of Transformers.
+
+    mode: `plain` is Transformers' own generate, `assisted` and `lookup` its own speculation (with
+        a draft model, by prompt lookup), `outrider` is ours; the last if a draft or drafter is
+        named, else plain
+    draft: a smaller model; drafter: who drafts instead, by name; max_drafts: K
+    dtype: of the weights; exactness: "law" or "bitwise"; draft_bits: 4 or 8
+    """
+
+    def __init__(self, spec: str, model: str, options: Mapping[str, Any]) -> None:
+        unknown = [key for key in options if key not in OPTIONS]
+        if unknown:
+            raise Unsupported(
+                f"{', '.join(unknown)} in {spec!r:.200}", fix=f"choose from {', '.join(OPTIONS)}"
+            )
+        ours = "draft" in options or "drafter" in options
+        self.spec = spec
+        self.mode = str(options.get("mode", OUTRIDER if ours else PLAIN))
+        if self.mode not in MODES:
+            raise Unsupported(f"mode {self.mode!r}", fix=f"choose one of {', '.join(MODES)}")
+        if self.mode == ASSISTED and "draft" not in options:
+            raise Unsupported("mode=assisted without a draft model", fix="add draft=MODEL")
+        try:
+            import torch
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise Unsupported(
+                f"transformers: without it ({error})", fix="pip install 'outrider[transformers]'"
+            ) from error
+        self._torch = torch
+        self._options = dict(options)
+        self._max_drafts = int(options.get("max_drafts", 8))
+        self.model = self._load(model)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self._draft = self._load(str(options["draft"])) if "draft" in options else None
+        self._drafter = self._make_drafter() if self.mode == OUTRIDER else None
+        self._counts = Counts()
+
+    def _load(self, name: str) -> Any:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        wanted = self._options.get("dtype", "auto")
+        dtype = wanted if wanted == "auto" else getattr(self._torch, str(wanted), None)
+        if dtype is None:
+            raise Unsupported(f"dtype {wanted!r}", fix="choose float32, bfloat16 or float16")
+        try:
+            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+        except (OSError, ValueError) as error:
+            raise Unsupported(
+                f"no model at {name!r} ({str(error).splitlines()[0]:.200})",
+                fix="give a directory with config.json and weights, or a name of the hub",
+            ) from error
+
+    def _make_drafter(self) -> Any:
+        named = self._options.get("drafter")
+        draft: Any = self._draft
+        if draft is not None and "draft_bits" in self._options:
+            import outrider
+
+            draft = outrider.quantized_copy(draft, self._options["draft_bits"])
+        if named is None or named == "model":
+            if draft is None:
+                raise Unsupported("drafter=model without a draft model", fix="add draft=MODEL")
+            return draft
+        return str(named)
+
+    def ask(
+        self,
+        wishes: Sequence[Wish],
+        concurrency: int = 1,
+        *,
+        stream: bool = False,
+        rate: float | None = None,
+        heard: Heard | None = None,
+    ) -> list[Answer]:
+        """Return the answers, in order. Transformers' own modes answer one at a time."""
+        if rate is not None:
+            raise Unsupported("a rate of requests in this process", fix="serve the model")
+        size = concurrency if self.mode == OUTRIDER else 1
+        answers: list[Answer] = []
+        for start in range(0, len(wishes), size):
+            few = wishes[start : start + size]
+            new = self._ours(few) if self.mode == OUTRIDER else [self._theirs(few[0])]
+            for number, answer in enumerate(new, start):
+                if heard is not None:
+                    heard(number, answer)
+            answers += new
+        return answers
+
+    def _ids(self, wish: Wish) -> list[int]:
+        if not wish.chat or self.tokenizer.chat_template is None:
+            return list(self.tokenizer.encode(wish.prompt))
+        messages = [{"role": "user", "content": wish.prompt}]
+        text = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    # -- Outrider
+
+    def _ours(self, wishes: Sequence[Wish]) -> list[Answer]:
+        import outrider
+        from outrider.core import SamplingParams
+
+        sampling = [
+            SamplingParams(
+                temperature=wish.temperature,
+                top_p=wish.top_p,
+                seed=wish.seed,
+                max_tokens=wish.max_tokens,
+                logprobs=wish.logprobs,
+                ignore_eos=wish.ignore_eos,
+            )
+            for wish in wishes
+        ]
+        started = time.perf_counter()
+        run = outrider.stream(
+            self.model,
+            [self._ids(wish) for wish in wishes],
+            drafter=self._drafter,
+            sampling=sampling,
+            max_drafts=self._max_drafts,
+            exactness=self._options.get("exactness", "law"),
+        )
+        arrivals = [[(started, 0.0)] for _ in wishes]
+        before = started
+        for event in run:
+            now = time.perf_counter()
+            for index, outcome in zip(event.indices, event.outcomes, strict=True):
+                count = arrivals[index][-1][1] + len(outcome.tokens)
+                arrivals[index].append((now, count))
+            if before != started:  # the first step reads the prompts
+                self._count(event.proposal.num_rows, now - before)
+            before = now
+        done, stats = run.result, run.result.stats
+        self._counts.request_steps += stats.request_steps
+        self._counts.emitted += stats.emitted
+        self._counts.drafted += stats.drafted
+        self._counts.accepted += stats.accepted
+        self._counts.accepted_at.update(stats.accepted_at)
+        self._counts.proposed_at.update(stats.proposed_at)
+        self._counts.fallbacks.update(stats.fallbacks)
+        return [
+            Answer(
+                self.tokenizer.decode(ids, skip_special_tokens=True),
+                tuple(self._token(i, n, done.logprobs[r]) for n, i in enumerate(ids)),
+                len(ids),
+                getattr(done.finish_reasons[r], "value", None),
+                tuple(arrivals[r]),
+            )
+            for r, ids in enumerate(done.outputs)
+        ]
+
+    def _count(self, rows: int, seconds: float) -> None:
+        """Count a step. Its parts cannot be told apart here."""
+        self._counts.steps += 1
+        self._counts.rows += rows
+        parts: Any = self._counts.seconds  # a Counter of floats
+        parts["step"] += seconds
+
+    def _token(self, i: int, n: int, logprobs: Sequence[Any]) -> Token:
+        if n >= len(logprobs):
+            return Token(self.tokenizer.decode([i]))
+        top = tuple((self.tokenizer.decode([t]), value) for t, value in logprobs[n].top)
+        return Token(self.tokenizer.decode([i]), logprobs[n].token, top)
+
+    # -- Transformers' own
+
+    def _theirs(self, wish: Wish) -> Answer:
+        torch = self._torch
+        ids = torch.tensor([self._ids(wish)], device=self.model.device)
+        more = {"assistant_model": self._draft} if self.mode == ASSISTED else {}
+        if wish.seed is not None:
+            torch.manual_seed(wish.seed)
+        started = time.perf_counter()
+        with torch.inference_mode():
+            done = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                generation_config=self._config(wish),
+                **more,
+            )
+        output = done.sequences[0, ids.shape[1] :].tolist()
+        now = time.perf_counter()
+        ended = bool(output) and output[-1] in self._ends()
+        tokens = [Token(self.tokenizer.decode([i])) for i in output]
+        if wish.logprobs is not None:
+            logprobs = torch.stack([row[0] for row in done.logits]).float().log_softmax(-1)
+            top = logprobs.topk(max(1, wish.logprobs), dim=-1)
+            for n, i in enumerate(output):
+                pairs = zip(top.indices[n].tolist(), top.values[n].tolist(), strict=True)
+                best = tuple((self.tokenizer.decode([t]), value) for t, value in pairs)
+                tokens[n] = Token(tokens[n].text, logprobs[n, i].item(), best)
+        return Answer(
+            self.tokenizer.decode(output, skip_special_tokens=True),
+            tuple(tokens),
+            len(output),
+            "stop" if ended else "length",
+            ((started, 0.0), (now, float(len(output)))),
+        )
+
+    def _config(self, wish: Wish) -> Any:
+        """Return what was asked for and nothing else: models bring penalties of their own."""
+        from transformers import GenerationConfig
+
+        more: dict[str, Any] = {}
+        if wish.temperature > 0:
+            more = {"temperature": wish.temperature, "top_p": wish.top_p, "top_k": 0}
+        if self.mode == LOOKUP:
+            more["prompt_lookup_num_tokens"] = self._max_drafts
+        if self._draft is not None:  # how many is read from the model that drafts
+            self._draft.generation_config.num_assistant_tokens = self._max_drafts
+        return GenerationConfig(
+            max_new_tokens=wish.max_tokens,
+            min_new_tokens=wish.max_tokens if wish.ignore_eos else None,
+            do_sample=wish.temperature > 0,
+            eos_token_id=sorted(self._ends()),
+            pad_token_id=min(self._ends(), default=0),
+            return_dict_in_generate=True,
+            output_logits=wish.logprobs is not None,
+            **more,
+        )
+
+    def _ends(self) -> set[int]:
+        ends = self.model.generation_config.eos_token_id
+        return {ends} if isinstance(ends, int) else set(ends or ())
+
+    # -- about itself
+
+    def counts(self) -> Counts | None:
+        """Return what Outrider's loop did so far; Transformers' own speculation does not tell."""
+        return self._counts + Counts() if self.mode == OUTRIDER else None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the models, the mode and the version."""
+        import transformers
+
+        found = {"engine": self.spec, "model": self.model.config.name_or_path, "mode": self.mode}
+        found["version"] = f"transformers {transformers.__version__}"
+        found["dtype"] = str(self.model.dtype).removeprefix("torch.")
+        return found
+
+    def close(self) -> None:
+        """Let the models go."""
+        del self.model, self._draft, self._drafter

@@ -1,0 +1,346 @@
+"""Any server with OpenAI's API: SGLang, vLLM, llama.cpp and others, with or without Outrider."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from outrider.engines.base import Answer, Counts, Heard, Token, Wish
+from outrider.errors import Unsupported
+
+__all__ = ["ServerEngine", "parse_metrics"]
+
+TIMEOUT = 600.0
+"""Seconds that one answer may take."""
+
+_LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Metrics = list[tuple[str, dict[str, str], float]]
+
+
+class ServerEngine:
+    """Asks a server over HTTP, with OpenAI's own client."""
+
+    def __init__(self, spec: str, url: str, body: dict[str, Any]) -> None:
+        try:
+            import openai
+        except ImportError as error:
+            raise Unsupported(
+                f"asking a server without a client ({error})", fix="pip install 'outrider[tools]'"
+            ) from error
+        self._openai = openai
+        self.spec = spec
+        base = url.rstrip("/")
+        self.root = base.removesuffix("/v1")
+        self._base = base if base.endswith("/v1") else f"{base}/v1"
+        self._body = dict(body)
+        self._model = str(self._body.pop("model", ""))
+        self._known = [str(model["id"]) for model in self._models()]
+        if self._model and self._model not in self._known:
+            raise Unsupported(
+                f"{self.root} does not serve {self._model!r}",
+                fix=f"choose one of {', '.join(self._known)}",
+            )
+        self._model = self._model or self._known[0]
+
+    def _models(self) -> list[dict[str, Any]]:
+        try:
+            with self._client(self._openai.OpenAI) as client:
+                found = [model.to_dict() for model in client.models.list().data]
+        except self._openai.APIConnectionError as error:
+            raise Unsupported(
+                f"no server answers at {self.root} ({error.__cause__ or error})",
+                fix="start it, or mend the address",
+            ) from error
+        except (self._openai.APIError, ValueError, AttributeError, TypeError) as error:
+            raise Unsupported(
+                f"what answers at {self.root} does not speak OpenAI's API ({error!s:.200})",
+                fix="give the address of an OpenAI-compatible server",
+            ) from error
+        if not found:
+            raise Unsupported(f"{self.root} serves no model", fix="wait until it has loaded one")
+        return found
+
+    def _client(self, kind: Callable[..., Any]) -> Any:
+        # without retries: what fails shall be seen
+        return kind(base_url=self._base, api_key="none", max_retries=0, timeout=TIMEOUT)
+
+    def ask(
+        self,
+        wishes: Sequence[Wish],
+        concurrency: int = 1,
+        *,
+        stream: bool = False,
+        rate: float | None = None,
+        heard: Heard | None = None,
+    ) -> list[Answer]:
+        """Return the answers, in order."""
+        return asyncio.run(self._ask_all(wishes, concurrency, stream, rate, heard))
+
+    async def _ask_all(
+        self,
+        wishes: Sequence[Wish],
+        concurrency: int,
+        stream: bool,
+        rate: float | None,
+        heard: Heard | None,
+    ) -> list[Answer]:
+        free = asyncio.Semaphore(concurrency)
+        coins = random.Random(0)
+
+        async with self._client(self._openai.AsyncOpenAI) as client:
+
+            async def one(number: int, wish: Wish, delay: float) -> Answer:
+                await asyncio.sleep(delay)
+                async with free:
+                    answer = await self._one(client, wish, stream)
+                if heard is not None:
+                    heard(number, answer)
+                return answer
+
+            delays, at = list[float](), 0.0
+            for _ in wishes:
+                delays.append(at)
+                at += coins.expovariate(rate) if rate else 0.0
+            jobs = [one(*job) for job in zip(range(len(wishes)), wishes, delays, strict=True)]
+            try:
+                return await _gather(jobs)
+            except self._openai.APIStatusError as error:
+                raise Unsupported(
+                    f"{self.root} answered {error.status_code}: {_said(error)}",
+                    fix="ask for what this server can do",
+                ) from error
+            except self._openai.APIError as error:
+                raise Unsupported(
+                    f"{self.root} stopped answering ({error.__cause__ or error})",
+                    fix="look into its log",
+                ) from error
+
+    async def _one(self, client: Any, wish: Wish, stream: bool) -> Answer:
+        create = client.chat.completions.create if wish.chat else client.completions.create
+        body = self._fields(wish)
+        started = time.perf_counter()
+        if not stream:
+            done = (await create(**body)).to_dict()
+            return _whole(done, started)
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        reply = await create(stream=True, **body)
+        pieces = [(time.perf_counter(), piece.to_dict()) async for piece in reply]
+        return _streamed(pieces, started)
+
+    def _fields(self, wish: Wish) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "max_tokens": wish.max_tokens,
+            "temperature": wish.temperature,
+            "top_p": wish.top_p,
+        }
+        if wish.seed is not None:
+            body["seed"] = wish.seed
+        if wish.chat:
+            body["messages"] = [{"role": "user", "content": wish.prompt}]
+            if wish.logprobs is not None:
+                body |= {"logprobs": True, "top_logprobs": wish.logprobs}
+        else:
+            body["prompt"] = wish.prompt
+            if wish.logprobs is not None:
+                body["logprobs"] = wish.logprobs
+        more = {**self._body, **({"ignore_eos": True} if wish.ignore_eos else {})}
+        return {**body, "extra_body": more} if more else body
+
+    def counts(self) -> Counts | None:
+        """Return what Outrider's or vLLM's counters say, or None if there are none."""
+        try:
+            text = self._get("/metrics")
+        except (OSError, ValueError):
+            return None
+        metrics = parse_metrics(text)
+        return _outrider_counts(metrics) or _vllm_counts(metrics)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the model and what the server says about its version."""
+        import json
+
+        found: dict[str, Any] = {"engine": self.spec, "model": self._model}
+        for path, keys in (
+            ("/get_server_info", ("version", "speculative_algorithm", "attention_backend")),
+            ("/version", ("version",)),
+        ):
+            with suppress(OSError, ValueError, TypeError):
+                said = json.loads(self._get(path))
+                found |= {key: said[key] for key in keys if said.get(key) is not None}
+                break
+        return found
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self.root + path, timeout=30) as reply:
+            return str(reply.read().decode())
+
+    def close(self) -> None:
+        """Do nothing: each call has a connection of its own."""
+
+
+async def _gather(jobs: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """Run all; the first that fails ends the others."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _said(error: Any) -> str:
+    body = error.body if isinstance(error.body, dict) else {}
+    return str(body.get("message") or error.message)[:300]
+
+
+# -- reading replies
+
+
+def _whole(reply: dict[str, Any], started: float) -> Answer:
+    now = time.perf_counter()
+    choice = reply["choices"][0]
+    text = choice["message"].get("content") if "message" in choice else choice.get("text")
+    tokens = _tokens(choice.get("logprobs"))
+    count = (reply.get("usage") or {}).get("completion_tokens", len(tokens))
+    arrivals = ((started, 0.0), (now, float(count)))
+    return Answer(text or "", tokens, count, choice.get("finish_reason"), arrivals)
+
+
+def _streamed(pieces: Sequence[tuple[float, dict[str, Any]]], started: float) -> Answer:
+    """Put an answer together from its pieces.
+
+    Where a piece does not say how many tokens there are so far, its share of the text does.
+    """
+    parts: list[tuple[float, str, int | None]] = []
+    reason, total, tokens = None, 0, list[Token]()
+    for now, piece in pieces:
+        usage = piece.get("usage") or {}
+        so_far = usage.get("completion_tokens")
+        total = so_far or total
+        for choice in piece.get("choices") or ():
+            new = choice.get("text")
+            if new is None:
+                new = (choice.get("delta") or {}).get("content")
+            reason = choice.get("finish_reason") or reason
+            tokens += _tokens(choice.get("logprobs"))
+            if new or so_far:
+                parts.append((now, new or "", so_far))
+    text = "".join(new for _, new, _ in parts)
+    arrivals, length = [(started, 0.0)], 0
+    for now, new, so_far in parts:
+        length += len(new)
+        share = total * length / len(text) if text else total
+        arrivals.append((now, float(share if so_far is None else so_far)))
+    if len(arrivals) == 1:
+        arrivals.append((pieces[-1][0] if pieces else started, float(total)))
+    return Answer(text, tuple(tokens), total, reason, tuple(arrivals))
+
+
+def _tokens(logprobs: dict[str, Any] | None) -> tuple[Token, ...]:
+    """Return the tokens of OpenAI's two shapes of logprobs: of chat, and of completions."""
+    if not logprobs:
+        return ()
+    if logprobs.get("content") is not None:
+        return tuple(
+            Token(
+                one["token"],
+                one["logprob"],
+                tuple((top["token"], top["logprob"]) for top in one.get("top_logprobs") or ()),
+            )
+            for one in logprobs["content"]
+        )
+    texts = logprobs.get("tokens") or ()
+    values = logprobs.get("token_logprobs") or [None] * len(texts)
+    tops = logprobs.get("top_logprobs") or [None] * len(texts)
+    return tuple(
+        Token(text, value, tuple(sorted((top or {}).items(), key=lambda pair: -pair[1])))
+        for text, value, top in zip(texts, values, tops, strict=True)
+    )
+
+
+# -- reading counters
+
+
+def parse_metrics(text: str) -> Metrics:
+    """Return the samples of a Prometheus page: name, labels, value."""
+    found = []
+    for line in text.splitlines():
+        if match := _LINE.match(line):
+            name, labels, value = match.groups()
+            found.append((name, dict(_LABEL.findall(labels or "")), float(value)))
+    return found
+
+
+class _Reader:
+    """Sums samples by name, and by a label."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.names = {name for name, _, _ in metrics}
+
+    def total(self, name: str) -> float:
+        return sum(value for found, _, value in self.metrics if found == name)
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for found, labels, value in self.metrics:
+            if found == name and label in labels:
+                sums[labels[label]] = sums.get(labels[label], 0.0) + value
+        return sums
+
+
+def _outrider_counts(metrics: Metrics) -> Counts | None:
+    read = _Reader(metrics)
+    if "outrider:verify_steps_total" not in read.names:
+        return None
+    counts = Counts(
+        steps=read.total("outrider:verify_steps_total"),
+        rows=read.total("outrider:verify_rows_total"),
+        emitted=read.total("outrider:emitted_tokens_total"),
+        drafted=read.total("outrider:draft_tokens_total"),
+        accepted=read.total("outrider:accepted_draft_tokens_total"),
+    )
+    # rows are last tokens and drafts: one last token for each request in a step
+    counts.request_steps = counts.rows - counts.drafted
+    for position, value in read.by("outrider:accepted_at_total", "position").items():
+        counts.accepted_at[int(position)] = int(value)
+    for position, value in read.by("outrider:proposed_at_total", "position").items():
+        counts.proposed_at[int(position)] = int(value)
+    counts.by_drafter.update(_whole_numbers(read.by("outrider:draft_tokens_total", "drafter")))
+    counts.fallbacks.update(_whole_numbers(read.by("outrider:fallbacks_total", "reason")))
+    seconds: Any = counts.seconds  # a Counter of floats
+    seconds.update(read.by("outrider:step_seconds_total", "part"))
+    return counts
+
+
+def _whole_numbers(values: dict[str, float]) -> dict[str, int]:
+    return {key: int(value) for key, value in values.items()}
+
+
+def _vllm_counts(metrics: Metrics) -> Counts | None:
+    """Return what vLLM says about its own speculation. Its steps are those with drafts."""
+    read = _Reader(metrics)
+    if "vllm:spec_decode_num_drafts_total" not in read.names:
+        return None
+    drafts = read.total("vllm:spec_decode_num_drafts_total")
+    counts = Counts(
+        request_steps=drafts,
+        drafted=read.total("vllm:spec_decode_num_draft_tokens_total"),
+        accepted=read.total("vllm:spec_decode_num_accepted_tokens_total"),
+    )
+    counts.emitted = counts.accepted + drafts
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    for position, value in read.by(name, "position").items():
+        counts.accepted_at[int(position) + 1] = int(value)
+    return counts
