@@ -53,6 +53,7 @@ def test_demo_shows_drafts_and_equals_plain_decoding(extra):
     assert 0 < int(accepted) < int(drafted)
 
 
-def test_demo_with_a_wrong_path():
-    found = run("demo", "--target", "no/such/model")
-    assert found.returncode != 0
+def test_explain_with_a_wrong_path(tmp_path):
+    found = run("explain", "a", "--target", "no/such/model", cwd=tmp_path)
+    assert found.returncode == 2
+    assert "no model 'no/such/model'" in found.stderr

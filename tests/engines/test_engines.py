@@ -131,6 +131,12 @@ def test_a_reply_is_read_in_every_shape(url, chat, stream):
 def test_wishes_for_outrider_and_any_field_reach_the_body(url):
     open_engine(f"{url}#drafter=suffix,max_drafts=3").ask([Wish("a")])
     assert Fake.bodies[-1]["custom_params"] == {"outrider": {"drafter": "suffix", "max_drafts": 3}}
+    assert Fake.bodies[-1]["cache_salt"] == "outrider drafter=suffix,max_drafts=3"
+    other = open_engine(url).variant({"max_drafts": 0}, salt="all")
+    other.ask([Wish("a")])
+    assert Fake.bodies[-1]["custom_params"] == {"outrider": {"max_drafts": 0}}
+    assert Fake.bodies[-1]["cache_salt"] == "outrider all"
+    assert other.spec == f"{url}#max_drafts=0"
     open_engine(f'{url}/v1#{{"cache_prompt": false}}').ask([Wish("a")])
     assert Fake.bodies[-1]["cache_prompt"] is False
     assert "custom_params" not in Fake.bodies[-1]
@@ -181,6 +187,10 @@ def test_all_modes_of_transformers_say_the_same(model_dir):
             assert counts.emitted == 2 * 23  # the first token is the prefill's
             assert counts.request_steps == counts.rows - counts.drafted
     assert all(one == said[0] for one in said)
+    other = engine.variant({"drafter": "none", "max_drafts": 0})
+    again = other.ask(wishes, 2)
+    assert [[token.text for token in a.tokens] for a in again] == said[0]
+    assert other.counts().drafted == 0 < engine.counts().emitted
 
 
 def test_a_model_that_is_not_there(tmp_path):

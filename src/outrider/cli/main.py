@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Optional, TypeVar
 
 import typer
 
@@ -39,23 +40,75 @@ def demo(
     prompt: Annotated[str, typer.Argument(help="How the text starts.")] = (
         "On a misty morning, an outrider rode out of Harrow."
     ),
-    target: Annotated[
-        Optional[Path],  # noqa: UP045 - typer reads this at run time, on Python 3.10 too
-        typer.Option(help="A Transformers model; the tiny one in the package by default."),
-    ] = None,
-    draft: Annotated[
-        Optional[Path],  # noqa: UP045
-        typer.Option(help="A smaller one with the same tokenizer; else n-grams draft."),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 100,
+    max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 48,
     max_drafts: Annotated[int, typer.Option(min=0, help="K, the most drafts in a step.")] = 5,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the coins.")] = 0,
 ) -> None:
-    """Write a text with a draft and a target model, and show what was accepted and rejected."""
+    """Explain a text of the tiny models in the package, and compare it with plain decoding."""
     from outrider.cli.demo import run
 
-    run(prompt, target, draft, max_tokens, max_drafts, temperature, seed)
+    run(prompt, max_tokens, max_drafts, temperature, seed)
+
+
+@app.command()
+def explain(
+    prompt: Annotated[str, typer.Argument(help="How the text starts; - reads it from stdin.")],
+    target: Annotated[
+        Optional[str],  # noqa: UP045 - typer reads this at run time, on Python 3.10 too
+        typer.Option(help="A Transformers model; the tiny one in the package by default."),
+    ] = None,
+    draft: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A smaller one with the same tokenizer."),
+    ] = None,
+    drafter: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="model, ngram, suffix, adaptive, none; model if there is a draft."),
+    ] = None,
+    url: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A running SGLang server with Outrider; its key is $OPENAI_API_KEY."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 100,
+    max_drafts: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, help="K, the most drafts in a step; by default 8, or the server's."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the coins.")] = 0,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Decode again without drafts: bit for bit the same?")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="Where explain.json and explain.html are written.")
+    ] = Path("outrider-explain"),
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON document instead of the walk.")
+    ] = False,
+) -> None:
+    """Show one generation step by step: drafted, accepted, rejected; see docs/tools/explain.md."""
+    from outrider.explain.recording import Wishes
+    from outrider.explain.run import run
+
+    if prompt == "-":
+        prompt = typer.get_text_stream("stdin").read()
+    wishes = Wishes(
+        prompt,
+        target=target,
+        draft=draft,
+        drafter=drafter,
+        max_tokens=max_tokens,
+        max_drafts=max_drafts,
+        temperature=temperature,
+        seed=seed,
+        chat=chat,
+        compare=compare,
+    )
+    run(wishes, url=url, out=out, as_json=json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -97,3 +150,239 @@ def selftest(
     from outrider.selftest.run import run
 
     run(device.value if device else None, out, quick, json)
+
+
+class Dtype(str, Enum):
+    """What weights are loaded as."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class DraftBits(str, Enum):
+    """Bits of a draft model's weights on CPU."""
+
+    four = "4"
+    eight = "8"
+
+
+@app.command()
+def doctor(
+    target: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="A model: its directory, or a Hugging Face name in the local cache."),
+    ] = None,
+    draft: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="A smaller model that drafts for it; without one, n-grams do."),
+    ] = None,
+    url: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A running server to ask too; its key is $OPENAI_API_KEY."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many at once.")] = 8,
+    context_length: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Tokens of a request and its answer; at most 4096 by default."),
+    ] = None,
+    max_drafts: Annotated[int, typer.Option(min=1, help="K, the most drafts in a step.")] = 4,
+    dtype: Annotated[
+        Optional[Dtype],  # noqa: UP045
+        typer.Option(help="What weights are loaded as; each model's own by default."),
+    ] = None,
+    draft_bits: Annotated[
+        Optional[DraftBits],  # noqa: UP045
+        typer.Option(help="The draft's weights in so few bits; on CPU."),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Devices that share the models.")] = 1,
+    memory_gib: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0.001, help="Memory of a device; by default that of this machine's."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Explain known faults that may concern you, too.")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON document instead of tables.")
+    ] = False,
+) -> None:
+    """Say whether models, machine and server fit, before anything is loaded."""
+    from outrider.doctor.pair import Plan
+    from outrider.doctor.run import run
+
+    plan = Plan(
+        requests=requests,
+        context=context_length,
+        dtype=dtype.value if dtype else None,
+        tp=tp,
+        drafts=max_drafts,
+        draft_bits=int(draft_bits.value) if draft_bits else None,
+    )
+    run(target, draft, url, plan, memory_gib, verbose, json)
+
+
+@app.command()
+def audit(
+    plain: Annotated[
+        str,
+        typer.Argument(
+            help="The engine without speculation: http://host:port, transformers:MODEL. Alone, an "
+            "Outrider server, or transformers:MODEL#draft=MODEL: compared with itself."
+        ),
+    ],
+    speculative: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="The engine with speculation."),
+    ] = None,
+    prompts: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A .txt or .jsonl file with a prompt in each line."),
+    ] = None,
+    workload: Annotated[
+        str, typer.Option(help="Without a file: code, edit, chat, prose, json or mixed.")
+    ] = "mixed",
+    count: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="How many prompts; 24, or all of a file."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy answer.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Sampled answers to each prompt of the law test; 0: none.")
+    ] = 200,
+    law_prompts: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A file of prompts for the law test: ones with many likely answers."),
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the law test.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Of the law test.")] = 1.0,
+    tolerance: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0, help="The largest margin of a tie, in logprob; else from the noise."),
+    ] = None,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Of the seeds of the law test.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where audit.json and audit.html are written.")] = Path(
+        "outrider-audit"
+    ),
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Is speculation changing answers? Compare two engines; see docs/tools/audit.md."""
+    from outrider.audit.result import Settings
+    from outrider.audit.run import run
+    from outrider.bench import workloads
+
+    if workload not in workloads.KINDS:
+        raise typer.BadParameter(f"workload {workload!r}: choose from {', '.join(workloads.KINDS)}")
+    try:
+        asked = prompts or workloads.prompts(workload, count or 24)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    settings = Settings(
+        chat=chat,
+        max_tokens=max_tokens,
+        concurrency=concurrency,
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        tolerance=tolerance,
+        seed=seed,
+    )
+    run(
+        plain,
+        speculative,
+        asked,
+        settings,
+        count=count,
+        law_prompts=law_prompts,
+        out=out,
+        as_json=json,
+    )
+
+
+@app.command()
+def bench(
+    engines: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            help="Plain first: http://host:port, transformers:MODEL, with #wishes; "
+            "one Outrider server alone is compared with itself without drafts."
+        ),
+    ] = None,
+    workload: Annotated[
+        list[str],
+        typer.Option(help="code, edit, chat, prose, json, mixed, or a .jsonl or .txt file."),
+    ] = ["code", "chat"],  # noqa: B006 - typer's way
+    concurrency: Annotated[str, typer.Option(help="Requests at once, as 1,4,16.")] = "1,4",
+    rate: Annotated[str, typer.Option(help="Requests a second, as 0.5,2, too.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each cell is repeated.")] = 3,
+    requests: Annotated[int, typer.Option(min=1, help="Requests for each one at once.")] = 2,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
+    out: Annotated[Path, typer.Option(help="Where bench.json and bench.html are written.")] = Path(
+        "outrider-bench"
+    ),
+    compare: Annotated[
+        Optional[tuple[Path, Path]],  # noqa: UP045
+        typer.Option(help="Measure nothing: compare two results, old and new."),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON document instead of a table.")
+    ] = False,
+) -> None:
+    """Measure speculation against plain decoding, where answers agree; see docs/tools/bench.md."""
+    from outrider.bench.run import run, run_compare
+
+    if compare is not None:
+        run_compare(*compare, json)
+        return
+    if not engines:
+        raise typer.BadParameter("name an engine: http://host:port or transformers:MODEL")
+    plan = {"concurrency": _numbers(concurrency, int), "rates": _numbers(rate, float)}
+    plan |= {"max_tokens": max_tokens, "rounds": rounds, "requests": requests, "chat": chat}
+    run(engines, workload, out, json, **plan)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def tune(
+    context: typer.Context,
+    engine: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="A running Outrider server, http://host:port, or transformers:MODEL#draft=MODEL; "
+            "else a server is started with SGLang's options: --model-path and so on."
+        ),
+    ] = None,
+    workload: Annotated[
+        str, typer.Option(help="code, edit, chat, prose, json, mixed, or a .jsonl or .txt file.")
+    ] = "mixed",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long to search.")] = 10,
+    chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
+    out: Annotated[
+        Path, typer.Option(help="Where profile.yaml, tune.json and tune.html are written.")
+    ] = Path("outrider-tune"),
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the JSON document instead of the profile.")
+    ] = False,
+) -> None:
+    """Find the settings for this model, machine and traffic; see docs/tools/tune.md."""
+    from outrider.tune.run import Wanted, run
+
+    run(Wanted(engine, context.args, workload, concurrency, minutes, chat, out), json)
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _numbers(text: str, kind: Callable[[str], Number]) -> list[Number]:
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: write numbers, as 1,4,16") from error
+    if any(number <= 0 for number in found):
+        raise typer.BadParameter(f"{text!r}: numbers must be above 0")
+    return found

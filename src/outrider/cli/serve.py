@@ -12,6 +12,7 @@ from rich.console import Console
 
 from outrider.errors import Unsupported
 from outrider.hosts.sglang.profile import CONFIG_VARIABLE, load_profile
+from outrider.report.console import complain
 
 
 def run(profile: Path | None, arguments: Sequence[str]) -> None:
@@ -25,7 +26,7 @@ def run(profile: Path | None, arguments: Sequence[str]) -> None:
         if importlib.util.find_spec("sglang") is None:
             raise Unsupported("SGLang is not installed here", fix="install sglang==0.5.11")
     except Unsupported as error:
-        console.print(f"[red]{error}[/]", highlight=False)
+        complain(console, error)
         raise SystemExit(1) from error
     command = [sys.executable, "-m", "sglang.launch_server"]
     command += ["--speculative-algorithm", "OUTRIDER", *arguments]

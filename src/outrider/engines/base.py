@@ -162,6 +162,13 @@ class Engine(Protocol):
         """
         ...
 
+    def variant(self, wishes: Mapping[str, Any], salt: str | None = None) -> Engine:
+        """Return the same engine with other wishes for Outrider: drafter, max_drafts.
+
+        salt: whose cached prefixes it shares; by default those of the same wishes
+        """
+        ...
+
     def counts(self) -> Counts | None:
         """Return what speculation did so far, or None if this engine does not tell."""
         ...
@@ -198,13 +205,29 @@ def _body(spec: str, given: str) -> dict[str, Any]:
     if not given.startswith("{"):
         wishes: dict[str, Any] = dict(_options(spec, given))
         model = wishes.pop("model", None)
-        body = {"model": model} if model else {}
-        return {**body, "custom_params": {"outrider": wishes}} if wishes else body
+        return {**({"model": model} if model else {}), **outrider_body(wishes)}
     try:
         found: dict[str, Any] = json.loads(given)
     except json.JSONDecodeError as error:
         raise Unsupported(f"{given!r:.200} is not JSON ({error})", fix="quote it") from error
     return found
+
+
+def outrider_body(wishes: Mapping[str, Any], salt: str | None = None) -> dict[str, Any]:
+    """Return the fields by which a request says its wishes to Outrider.
+
+    They come with a salt: who drafts with a model needs a prefix that this model has read too, and
+    would not find one in what other wishes have left in the server's prefix cache.
+    """
+    if not wishes:
+        return {}
+    salt = salt or said(wishes)
+    return {"custom_params": {"outrider": dict(wishes)}, "cache_salt": f"outrider {salt}"}
+
+
+def said(wishes: Mapping[str, Any]) -> str:
+    """Return wishes as they are written after an engine's name."""
+    return ",".join(f"{key}={value}" for key, value in wishes.items())
 
 
 def _options(spec: str, given: str) -> Mapping[str, Any]:

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
-from outrider.engines.base import Answer, Counts, Heard, Token, Wish
+from outrider.engines.base import Answer, Counts, Heard, Token, Wish, said
 from outrider.errors import Unsupported
 
 __all__ = ["LocalEngine"]
 
 PLAIN, ASSISTED, LOOKUP, OUTRIDER = MODES = ("plain", "assisted", "lookup", "outrider")
 OPTIONS = ("mode", "draft", "drafter", "max_drafts", "dtype", "exactness", "draft_bits")
+
+
+class _Clock:
+    """Notes when tokens come, as a streamer of Transformers. What comes first is the prompt."""
+
+    def __init__(self, started: float) -> None:
+        self.arrivals = [(started, 0.0)]
+        self._prompt_read = False
+
+    def put(self, tokens: Any) -> None:
+        if self._prompt_read:
+            self.arrivals.append((time.perf_counter(), self.arrivals[-1][1] + tokens.numel()))
+        self._prompt_read = True
+
+    def end(self) -> None:
+        """Do nothing: the last tokens came before."""
 
 
 class LocalEngine:
@@ -193,16 +210,16 @@ class LocalEngine:
         more = {"assistant_model": self._draft} if self.mode == ASSISTED else {}
         if wish.seed is not None:
             torch.manual_seed(wish.seed)
-        started = time.perf_counter()
+        clock = _Clock(time.perf_counter())
         with torch.inference_mode():
             done = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=self._config(wish),
+                streamer=clock,
                 **more,
             )
         output = done.sequences[0, ids.shape[1] :].tolist()
-        now = time.perf_counter()
         ended = bool(output) and output[-1] in self._ends()
         tokens = [Token(self.tokenizer.decode([i])) for i in output]
         if wish.logprobs is not None:
@@ -217,7 +234,7 @@ class LocalEngine:
             tuple(tokens),
             len(output),
             "stop" if ended else "length",
-            ((started, 0.0), (now, float(len(output)))),
+            tuple(clock.arrivals),
         )
 
     def _config(self, wish: Wish) -> Any:
@@ -247,6 +264,15 @@ class LocalEngine:
         return {ends} if isinstance(ends, int) else set(ends or ())
 
     # -- about itself
+
+    def variant(self, wishes: Mapping[str, Any], salt: str | None = None) -> LocalEngine:
+        """Return Outrider on the same models, with other wishes. No prefix is kept here."""
+        other = copy(self)
+        other.spec = f"{self.spec.partition('#')[0]}#{said(wishes)}"
+        other.mode, other._options = OUTRIDER, {**self._options, **wishes}
+        other._max_drafts = int(wishes.get("max_drafts", self._max_drafts))
+        other._drafter, other._counts = other._make_drafter(), Counts()
+        return other
 
     def counts(self) -> Counts | None:
         """Return what Outrider's loop did so far; Transformers' own speculation does not tell."""

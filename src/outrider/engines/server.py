@@ -8,11 +8,12 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
-from outrider.engines.base import Answer, Counts, Heard, Token, Wish
+from outrider.engines.base import Answer, Counts, Heard, Token, Wish, outrider_body, said
 from outrider.errors import Unsupported
 
 __all__ = ["ServerEngine", "parse_metrics"]
@@ -156,6 +157,13 @@ class ServerEngine:
         more = {**self._body, **({"ignore_eos": True} if wish.ignore_eos else {})}
         return {**body, "extra_body": more} if more else body
 
+    def variant(self, wishes: Mapping[str, Any], salt: str | None = None) -> ServerEngine:
+        """Return the same server, asked with other wishes for Outrider."""
+        other = copy(self)
+        other.spec = f"{self.root}#{said(wishes)}"
+        other._body = {**self._body, **outrider_body(wishes, salt)}
+        return other
+
     def counts(self) -> Counts | None:
         """Return what Outrider's or vLLM's counters say, or None if there are none."""
         try:
@@ -175,8 +183,8 @@ class ServerEngine:
             ("/version", ("version",)),
         ):
             with suppress(OSError, ValueError, TypeError):
-                said = json.loads(self._get(path))
-                found |= {key: said[key] for key in keys if said.get(key) is not None}
+                told = json.loads(self._get(path))
+                found |= {key: told[key] for key in keys if told.get(key) is not None}
                 break
         return found
 

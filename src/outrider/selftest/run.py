@@ -35,12 +35,13 @@ def run(device: str | None, out: Path, quick: bool, as_json: bool) -> None:
             console.print(f"[red]{package} is not installed here; pip install {package}[/]")
             raise SystemExit(2)
     from outrider.errors import Unsupported
+    from outrider.report.console import complain
 
     try:
         setting = prepare(device, quick)
         out.mkdir(parents=True, exist_ok=True)
     except (Unsupported, OSError) as error:
-        console.print(f"[red]{error}[/]", highlight=False)
+        complain(console, error)
         raise SystemExit(2) from error
     report = examine(setting, console)
     text = json.dumps(report.as_json(), indent=1)

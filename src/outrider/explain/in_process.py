@@ -1,0 +1,198 @@
+"""Record a generation of a Transformers model, in this process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.errors import Unsupported
+from outrider.explain.recording import (
+    TOP,
+    Decode,
+    Logprobs,
+    OnTokens,
+    Recording,
+    StepRecord,
+    Wishes,
+)
+
+if TYPE_CHECKING:
+    from outrider.control import AdaptiveDrafter
+    from outrider.hosts.transformers import StepEvent
+
+__all__ = ["chat_prompt", "local_decode", "record"]
+
+MAX_DRAFTS = 8
+
+
+def record(wishes: Wishes, on_tokens: OnTokens) -> tuple[Recording, Decode]:
+    """Return the generation and how to spell its tokens. Ctrl-C ends it early, not in vain."""
+    import outrider
+
+    model, draft, tokenizer = _load(wishes)
+    text, ids = wishes.prompt, tokenizer.encode(wishes.prompt)
+    if wishes.chat:
+        text = chat_prompt(tokenizer, wishes.prompt)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise Unsupported("an empty prompt", fix="give at least one token to go on from")
+    name = wishes.drafter or ("ngram" if draft is None else "model")
+    drafter, control = _drafter(name, draft, model, tokenizer)
+    max_drafts = MAX_DRAFTS if wishes.max_drafts is None else wishes.max_drafts
+    options: dict[str, Any] = {
+        "sampling": {
+            "temperature": wishes.temperature,
+            "seed": wishes.seed,
+            "max_tokens": wishes.max_tokens,
+            "logprobs": TOP,
+        },
+        "exactness": "bitwise" if wishes.compare else "law",
+        "tokenizer": tokenizer,
+    }
+    recording = Recording(text, ids)
+    recording.settings = {
+        "engine": "Transformers, in process",
+        "target": _name(wishes.target) or "tiny/target",
+        "draft": (_name(wishes.draft) or "tiny/draft") if draft is not None else None,
+        "drafter": name,
+        "max_drafts": max_drafts,
+        "max_tokens": wishes.max_tokens,
+        "temperature": wishes.temperature,
+        "seed": wishes.seed if wishes.temperature else None,
+        "exactness": options["exactness"],
+    }
+    stream = outrider.stream(model, ids, drafter=drafter, max_drafts=max_drafts, **options)
+    started = last = time.perf_counter()
+    try:
+        for event in stream:
+            now = time.perf_counter()
+            recording.steps.append(_step(event, control, name, now - last))
+            on_tokens(len(stream.result.outputs[0]))
+            last = now
+        (reason,) = stream.result.finish_reasons
+        recording.finish_reason = reason.value if reason is not None else "interrupted"
+    except KeyboardInterrupt:
+        if not recording.steps:
+            raise
+    finally:
+        stream.close()
+    recording.seconds = last - started
+    recording.output_ids = [token for step in recording.steps for token in step.emitted]
+    recording.logprobs = [Logprobs(one.token, one.top) for one in stream.result.logprobs[0]]
+    if wishes.compare and recording.finish_reason != "interrupted":
+        plain = outrider.generate(model, ids, drafter="none", **options)
+        recording.plain_ids = plain.outputs[0]
+    return recording, local_decode(tokenizer)
+
+
+def _load(wishes: Wishes) -> tuple[Any, Any, Any]:
+    """Return the target, the draft model or None, and the tokenizer."""
+    if wishes.target is None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+    except ImportError as error:
+        raise Unsupported(str(error), fix="pip install 'outrider[transformers]'") from error
+    logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def load(path: str | Path, dtype: torch.dtype) -> Any:
+        try:
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
+        except (OSError, ValueError) as error:
+            raise Unsupported(
+                f"no model {str(path)!r}: {str(error).splitlines()[0]}",
+                fix="give the folder of a model in Hugging Face's format, or its name there",
+            ) from error
+
+    if wishes.target is not None:
+        model = load(wishes.target, torch.bfloat16)
+        draft = load(wishes.draft, torch.bfloat16) if wishes.draft is not None else None
+        return model, draft, AutoTokenizer.from_pretrained(wishes.target)
+    with as_file(files("outrider") / "assets" / "tiny") as tiny:
+        torch.set_num_threads(1)  # the models are tiny
+        model = load(tiny / "target", torch.float32)
+        draft = load(wishes.draft or tiny / "draft", torch.float32)
+        return model, draft, AutoTokenizer.from_pretrained(tiny / "target")
+
+
+def _drafter(
+    name: str, draft: Any, model: Any, tokenizer: Any
+) -> tuple[Any, AdaptiveDrafter | None]:
+    """Return what `stream` takes for a drafter of this name, and the one that chooses, if so."""
+    if name == "model":
+        if draft is None:
+            raise Unsupported("drafter 'model' without a draft model", fix="add --draft")
+        return draft, None
+    if name != "adaptive":
+        return name, None
+    from outrider.control import adaptive_drafter
+    from outrider.drafters import ModelDrafter
+    from outrider.hosts.transformers import Runner
+    from outrider.hosts.transformers.tokenizers import check_same_tokenizer
+
+    mine = None
+    if draft is not None:
+        check_same_tokenizer(model, draft, tokenizer, None)
+        vocab_size = Runner(model).vocab_size
+        mine = ModelDrafter(Runner(draft), vocab_size, min_survival=0.0, siblings=1)
+    control = adaptive_drafter(mine)
+    return control, control
+
+
+def _step(
+    event: StepEvent, control: AdaptiveDrafter | None, name: str, seconds: float
+) -> StepRecord:
+    (outcome,) = event.outcomes
+    drafts = tuple(event.proposal.tokens.tolist())
+    parents = event.proposal.parents
+    return StepRecord(
+        drafter=control.used(outcome.request) if control is not None else name,
+        drafts=drafts,
+        parents=parents,
+        kept=_path(drafts, parents, outcome.tokens[: outcome.num_accepted_drafts]),
+        emitted=outcome.tokens,
+        seconds=seconds,
+    )
+
+
+def _path(drafts: Sequence[int], parents: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return the drafts that lead along these tokens."""
+    path: list[int] = []
+    for token in tokens:
+        here = path[-1] if path else -1
+        pairs = enumerate(zip(drafts, parents, strict=True))
+        path.append(next(i for i, pair in pairs if pair == (token, here)))
+    return tuple(path)
+
+
+def chat_prompt(tokenizer: Any, said: str) -> str:
+    """Return what the model reads if a user says this. Raises Unsupported without a template."""
+    if not tokenizer.chat_template:
+        raise Unsupported("--chat with a model that has no chat template", fix="leave out --chat")
+    text: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
+    )
+    return text
+
+
+def local_decode(tokenizer: Any) -> Decode:
+    """Return how to spell tokens with a tokenizer of Transformers'."""
+
+    def decode(lists: Sequence[Sequence[int]]) -> list[str]:
+        return [tokenizer.decode(list(ids), clean_up_tokenization_spaces=False) for ids in lists]
+
+    return decode
+
+
+def _name(model: str | None) -> str | None:
+    """Return the name of a model, without the folders in which it lies."""
+    if model is None:
+        return None
+    return Path(model).resolve().name if Path(model).exists() else model

@@ -1,0 +1,105 @@
+"""The commands `outrider explain` and `outrider demo`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from outrider.errors import Unsupported
+from outrider.explain.recording import Decode, OnTokens, Recording, Wishes
+from outrider.explain.terminal import show
+from outrider.explain.walk import Walk, make_walk
+
+__all__ = ["run"]
+
+INTERRUPTED = 130
+
+
+def run(
+    wishes: Wishes,
+    *,
+    url: str | None = None,
+    out: Path | None = None,
+    as_json: bool = False,
+) -> None:
+    """Generate, show the walk, write it. Ends with 1 if plain decoding says otherwise, 2 if nothing
+    could run, 130 if interrupted; what there was until then is shown.
+
+    url: of a server; without it, models run in this process
+    out: a folder for explain.json and explain.html
+    """
+    console = Console(stderr=True)
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        walk = _walk(wishes, url, console)
+    except KeyboardInterrupt:
+        console.print("[red]interrupted before the first step[/]")
+        raise SystemExit(INTERRUPTED) from None
+    except (Unsupported, OSError) as error:
+        console.print(f"[red]{_escaped(error)}[/]", highlight=False)
+        raise SystemExit(2) from error
+    text = json.dumps(walk.as_json(), indent=1, ensure_ascii=False)
+    if as_json:
+        sys.stdout.write(text + "\n")
+    else:
+        show(walk, Console(highlight=False))
+    if out is not None:
+        from outrider.explain.page import page
+
+        (out / "explain.json").write_text(text + "\n", encoding="utf-8")
+        (out / "explain.html").write_text(page(walk), encoding="utf-8")
+        console.print(f"{out / 'explain.json'}, {out / 'explain.html'}", highlight=False)
+    if walk.finish_reason == "interrupted":
+        raise SystemExit(INTERRUPTED)
+    if walk.plain is not None and not walk.plain.equal:
+        raise SystemExit(1)
+
+
+def _escaped(error: Exception) -> str:
+    return str(error).replace("[", "\\[")
+
+
+def _walk(wishes: Wishes, url: str | None, console: Console) -> Walk:
+    """Return the walk of a generation, with progress shown."""
+    from outrider.report import provenance
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("tokens", total=wishes.max_tokens)
+        recording, decode = _recorder(wishes, url)(
+            lambda count: progress.update(task, completed=count)
+        )
+    try:
+        return make_walk(recording, decode, provenance())
+    except ValueError as error:
+        raise Unsupported(
+            str(error), fix="a busy server may have begun the request anew: ask again"
+        ) from error
+
+
+def _recorder(wishes: Wishes, url: str | None) -> Callable[[OnTokens], tuple[Recording, Decode]]:
+    if url is None:
+        from outrider.explain import in_process
+
+        return lambda on_tokens: in_process.record(wishes, on_tokens)
+    for given, option, fix in (
+        (wishes.draft, "--draft", "the server has its draft model already"),
+        (wishes.compare, "--compare", "`outrider audit` compares servers"),
+    ):
+        if given:
+            raise Unsupported(f"{option} with --url", fix=fix)
+    from outrider.explain import server
+
+    return lambda on_tokens: server.record(wishes, url, on_tokens)

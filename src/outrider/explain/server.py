@@ -1,0 +1,279 @@
+"""Record a generation of a running SGLang server with Outrider."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+from uuid import uuid4
+
+from pydantic import TypeAdapter, ValidationError
+
+from outrider.errors import Unsupported
+from outrider.explain.recording import (
+    TOP,
+    Decode,
+    Logprobs,
+    OnTokens,
+    Recording,
+    StepRecord,
+    Wishes,
+)
+
+__all__ = ["Server", "record"]
+
+STEPS = "outrider_steps"
+"""Where Outrider's SGLang host tells its steps, within `meta_info`."""
+
+SILENCE = 300.0
+"""Seconds that a server may stay silent: it may have others to serve first."""
+
+_COUNT = re.compile(rb'"completion_tokens":\s*(\d+)')
+
+
+class Server:
+    """An SGLang server, asked with nothing but the standard library."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            self._headers["Authorization"] = f"Bearer {key}"
+        if not self.url.startswith(("http://", "https://")):
+            raise Unsupported(f"the URL {url!r}", fix="write it as http://localhost:30000")
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        """Return the JSON that the server answers. Raises Unsupported if it does not."""
+        with self.open(path, body) as reply, self.listening():
+            try:
+                return json.loads(reply.read())
+            except ValueError as error:
+                raise self._wrong(f"answers no JSON at {path}") from error
+
+    def info(self) -> dict[str, Any]:
+        """Return SGLang's settings. Raises Unsupported if it is somebody else's server."""
+        about = self.ask("/server_info")
+        if not isinstance(about, dict) or "model_path" not in about:
+            raise self._wrong("is no SGLang server")
+        return about
+
+    def decode(self, lists: Sequence[Sequence[int]]) -> list[str]:
+        """Spell tokens with the server's own tokenizer."""
+        if not lists:
+            return []
+        body = {"tokens": [list(ids) for ids in lists], "skip_special_tokens": False}
+        texts = self.ask("/detokenize", body)["text"]
+        return [str(text) for text in texts]
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Say it in our words if the server hangs up."""
+        try:
+            yield
+        except (OSError, HTTPException) as error:
+            raise self._wrong(f"hung up ({error})") from error
+
+    def open(self, path: str, body: Any = None) -> HTTPResponse:
+        """Return the answer, unread. Raises Unsupported if there is none."""
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(self.url + path, data, self._headers)
+        try:
+            reply: HTTPResponse = urlopen(request, timeout=SILENCE)
+            return reply
+        except HTTPError as error:
+            if error.code in (401, 403):
+                raise Unsupported(
+                    f"{self.url} wants a key", fix="set OPENAI_API_KEY to it"
+                ) from error
+            if error.code in (404, 405):
+                raise self._wrong(f"has no {path}") from error
+            raise Unsupported(f"{self.url}{path} refuses", fix=_message(error.read())) from error
+        except (OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise Unsupported(
+                f"no server answers at {self.url} ({reason})",
+                fix="start one with `outrider serve --model-path ...`, or mend --url",
+            ) from error
+
+    def _wrong(self, what: str) -> Unsupported:
+        return Unsupported(
+            f"{self.url} {what}", fix="give the URL of an SGLang 0.5.11 server with Outrider"
+        )
+
+
+def record(wishes: Wishes, url: str, on_tokens: OnTokens) -> tuple[Recording, Decode]:
+    """Return the generation and how to spell its tokens. Ctrl-C ends it early, not in vain."""
+    server = Server(url)
+    about = server.info()
+    recording = Recording(*_prompt(server, about, wishes))
+    recording.settings = _settings(about, wishes)
+    params: dict[str, Any] = {
+        "temperature": wishes.temperature,
+        "max_new_tokens": wishes.max_tokens,
+        "custom_params": {"outrider": _asked(wishes)},
+    }
+    if wishes.temperature:
+        params["sampling_seed"] = wishes.seed
+    body = {
+        "input_ids": recording.prompt_ids,
+        "sampling_params": params,
+        "return_logprob": True,
+        "top_logprobs_num": TOP,
+    }
+    started = time.perf_counter()
+    last, interrupted = _listen(server, body, on_tokens)
+    if interrupted and not last:
+        raise KeyboardInterrupt
+    reply = _read(server, last)
+    ids, meta = reply.get("output_ids") or [], reply.get("meta_info", {})
+    if not ids or (len(ids) > 1 and STEPS not in meta):
+        if interrupted:
+            raise KeyboardInterrupt  # there is nothing to show
+        raise Unsupported(
+            f"{server.url} tells no steps", fix="give it an Outrider as new as this one"
+        )
+    recording.seconds = time.perf_counter() - started
+    if not interrupted:
+        recording.finish_reason = (meta.get("finish_reason") or {}).get("type", "stop")
+    recording.output_ids, recording.steps = ids, _steps(ids[0], meta.get(STEPS, ()))
+    recording.logprobs = [
+        Logprobs(token[0], tuple((one[1], one[0]) for one in top or ()))
+        for token, top in zip(
+            meta.get("output_token_logprobs", ()), meta.get("output_top_logprobs", ()), strict=False
+        )
+    ]
+    return recording, server.decode
+
+
+def _listen(server: Server, body: dict[str, Any], on_tokens: OnTokens) -> tuple[bytes, bool]:
+    """Return the last piece of a streamed answer, and whether it was interrupted.
+
+    SGLang tells the steps with the last piece: Ctrl-C asks for that, a second one leaves.
+    """
+    rid, last, interrupted = uuid4().hex, b"", False
+    with server.open("/generate", {**body, "rid": rid, "stream": True}) as reply:
+        while True:
+            try:
+                with server.listening():
+                    line = reply.readline()
+                if not line:
+                    return last, interrupted
+                if line.startswith(b"data: {"):
+                    last = line.removeprefix(b"data: ")
+                    count = _COUNT.search(last)
+                    on_tokens(int(count[1]) if count else 0)
+            except KeyboardInterrupt:
+                if interrupted:
+                    raise
+                interrupted = True
+                server.open("/abort_request", {"rid": rid}).close()
+
+
+def _read(server: Server, piece: bytes) -> dict[str, Any]:
+    try:
+        reply: dict[str, Any] = json.loads(piece)
+    except ValueError as error:
+        raise Unsupported(f"{server.url} says nothing that can be read", fix="ask again") from error
+    if "error" in reply:
+        raise Unsupported(f"{server.url} refuses", fix=_message(piece))
+    return reply
+
+
+def _prompt(server: Server, about: dict[str, Any], wishes: Wishes) -> tuple[str, list[int]]:
+    """Return the prompt as the model reads it, as text and ids."""
+    serves, wanted = Path(about["model_path"]).name, wishes.target
+    if wanted is not None and Path(wanted).name != serves:
+        raise Unsupported(
+            f"{server.url} serves {serves}, not {Path(wanted).name}",
+            fix="leave out --target, or mend --url",
+        )
+    if (about.get("speculative_algorithm") or "").upper() != "OUTRIDER":
+        raise Unsupported(
+            f"{server.url} serves {serves} without Outrider",
+            fix="start it with `outrider serve`, or add --speculative-algorithm OUTRIDER",
+        )
+    text = wishes.prompt
+    if wishes.chat:
+        text = _chat_prompt(wishes.target or about["tokenizer_path"], text)
+    # a template has brought its special tokens
+    body = {"prompt": text, "add_special_tokens": not wishes.chat}
+    ids = server.ask("/tokenize", body)["tokens"]
+    if not ids:
+        raise Unsupported("an empty prompt", fix="give at least one token to go on from")
+    return text, ids
+
+
+def _chat_prompt(path: str, said: str) -> str:
+    """Put what a user says into the template: SGLang's own endpoint for it tells no ids."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise Unsupported(
+            "--chat without Transformers", fix="pip install 'outrider[transformers]'"
+        ) from error
+    from outrider.explain.in_process import chat_prompt
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise Unsupported(
+            f"--chat without the server's tokenizer ({path} is not here)",
+            fix="name a folder that has it: --target",
+        ) from error
+    return chat_prompt(tokenizer, said)
+
+
+def _asked(wishes: Wishes) -> dict[str, Any]:
+    """Return what is asked of Outrider."""
+    asked: dict[str, Any] = {"explain": True}
+    if wishes.drafter is not None:
+        asked["drafter"] = wishes.drafter
+    if wishes.max_drafts is not None:
+        asked["max_drafts"] = wishes.max_drafts
+    return asked
+
+
+def _settings(about: dict[str, Any], wishes: Wishes) -> dict[str, Any]:
+    draft = about.get("speculative_draft_model_path")
+    most = about.get("speculative_num_steps") if wishes.max_drafts is None else wishes.max_drafts
+    return {
+        "engine": f"SGLang {about.get('version', '')} with Outrider",
+        "target": Path(about["model_path"]).name,
+        "draft": Path(draft).name if draft else None,
+        "drafter": wishes.drafter or "the server's choice",
+        "max_drafts": most,
+        "max_tokens": wishes.max_tokens,
+        "temperature": wishes.temperature,
+        "seed": wishes.seed if wishes.temperature else None,
+    }
+
+
+def _steps(first: int, told: Any) -> list[StepRecord]:
+    """Return the steps; the first token, of the prompt's pass, is in none of the server's."""
+    read = StepRecord(drafter="", drafts=(), parents=(), kept=(), emitted=(first,))
+    try:
+        return [read, *TypeAdapter(list[StepRecord]).validate_python(told)]
+    except ValidationError as error:
+        raise Unsupported(
+            f"steps that cannot be read ({error.error_count()} faults)",
+            fix="let client and server have the same version of Outrider",
+        ) from error
+
+
+def _message(body: bytes) -> str:
+    """Return what a server says is wrong, in one line."""
+    try:
+        found = json.loads(body)
+        error = found.get("error", found)
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except ValueError:
+        text = body.decode(errors="replace")
+    return " ".join(str(text).split())[:300] or "it does not say why"
