@@ -1,0 +1,279 @@
+"""What a running server says of itself: SGLang in full, others by OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from outrider.doctor.finding import Finding
+from outrider.doctor.known_bad import OURS, OWN
+from outrider.doctor.model import Model
+from outrider.doctor.pair import Plan
+from outrider.doctor.weights import BYTES
+from outrider.errors import Unsupported
+
+__all__ = ["Served", "ask", "check_server"]
+
+TIMEOUT = 20.0
+NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server.
+
+    url: without /v1
+    models: what it calls its models: paths and names
+    arguments: SGLang's, with what its scheduler says; None for any other server
+    versions: of the engine, if it says
+    limit: the longest sequence, if it says
+    """
+
+    url: str
+    models: tuple[str, ...]
+    arguments: Mapping[str, Any] | None
+    versions: Mapping[str, str]
+    limit: int | None = None
+
+    @property
+    def draft(self) -> str | None:
+        """The path of its draft model."""
+        found = (self.arguments or {}).get("speculative_draft_model_path")
+        return str(found) if found else None
+
+    @property
+    def device(self) -> str | None:
+        """Where it runs, as far as it says: ROCm's devices are called cuda too."""
+        if self.arguments is None:
+            return None
+        backend = self.arguments.get("attention_backend")
+        return "rocm" if backend in ("aiter", "wave") else str(self.arguments.get("device"))
+
+    def plan(self, plan: Plan) -> Plan:
+        """Return the plan as the server carries it out, as far as it says."""
+        said = self.arguments or {}
+        dtype = said.get("dtype")
+        return replace(
+            plan,
+            context=plan.context or self.limit,
+            dtype=plan.dtype or (dtype if dtype in BYTES else None),
+            tp=said.get("tp_size") or plan.tp,
+            drafts=said.get("speculative_num_steps") or plan.drafts,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what it said, as far as it matters."""
+        keys = (
+            "speculative_algorithm",
+            "speculative_num_steps",
+            "attention_backend",
+            "device",
+            "enable_deterministic_inference",
+            "tp_size",
+            "context_length",
+            "max_total_num_tokens",
+            "max_running_requests",
+        )
+        found = {key: (self.arguments or {}).get(key) for key in keys}
+        return {
+            "url": self.url,
+            "models": list(self.models),
+            "draft": self.draft,
+            "versions": dict(self.versions),
+            "arguments": found if self.arguments is not None else None,
+        }
+
+
+def ask(url: str) -> Served:
+    """Ask a server what it serves. Raises Unsupported if none answers, or no model server."""
+    root = url.rstrip("/").removesuffix("/v1")
+    if "://" not in root:
+        root = f"http://{root}"
+    info = _get(root, "/model_info") or _get(root, "/get_model_info")
+    if isinstance(info, dict) and "model_path" in info:
+        said = _get(root, "/server_info") or _get(root, "/get_server_info")
+        arguments = said if isinstance(said, dict) else {}
+        served = [info["model_path"], arguments.get("served_model_name")]
+        return Served(
+            root,
+            tuple(dict.fromkeys(str(name) for name in served if name)),
+            arguments,
+            {"sglang": str(arguments["version"])} if "version" in arguments else {},
+            arguments.get("context_length"),
+        )
+    listed = _get(root, "/v1/models")
+    found = listed.get("data") if isinstance(listed, dict) else None
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise Unsupported(
+            f"what answers at {root} is no model server: neither /model_info nor /v1/models",
+            fix="give the address of SGLang, vLLM or another server with OpenAI's API",
+        )
+    if not found:
+        raise Unsupported(f"{root} serves no model", fix="wait until it has loaded one")
+    names = [str(one[key]) for one in found for key in ("id", "root") if one.get(key)]
+    version = _get(root, "/version")
+    is_vllm = found[0].get("owned_by") == "vllm" and isinstance(version, dict)
+    versions = {"vllm": str(version.get("version"))} if is_vllm else {}
+    return Served(root, tuple(dict.fromkeys(names)), None, versions, found[0].get("max_model_len"))
+
+
+def _get(root: str, path: str) -> Any:
+    """Return an answer's JSON, None if the server has no such page or it is no JSON."""
+    request = urllib.request.Request(root + path)
+    if key := os.environ.get("OPENAI_API_KEY"):
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise Unsupported(f"{root} wants a key", fix="set OPENAI_API_KEY to it") from error
+        return None
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unsupported(
+            f"no server answers at {root} ({reason})", fix="start it, or mend the address"
+        ) from error
+    except ValueError:
+        return None
+
+
+def is_same(model: Model, names: tuple[str, ...]) -> bool:
+    """Say whether a server's model is the one whose files were read.
+
+    Names and paths are compared, then, where the server's path can be read here, config.json; at
+    last the last part of the path: servers may lie on other machines.
+    """
+    for name in names:
+        if name == model.name:
+            return True
+        path = Path(name)
+        if (path / "config.json").is_file():
+            if path.resolve() == model.path.resolve():
+                return True
+            if json.loads((path / "config.json").read_text()) == model.whole:
+                return True
+        elif path.name.lower() == Path(model.name.rstrip("/")).name.lower():
+            return True
+    return False
+
+
+def check_server(
+    served: Served, target: Model | None, draft: Model | None, plan: Plan
+) -> Iterator[Finding]:
+    """Say what a server runs, and how that fits. Raises Unsupported if it serves another model."""
+    if target is not None and not is_same(target, served.models):
+        raise Unsupported(
+            f"{served.url} serves {served.models[0]}, not {target.name}",
+            fix="give the model that it serves, or the address of the other server",
+        )
+    said = [f"{NAMES[name]} {version}" for name, version in served.versions.items()]
+    engine = ", ".join(said) or "OpenAI's API"
+    yield Finding("server", "ok", f"{served.url} serves {served.models[0]} ({engine})")
+    if served.arguments is None:
+        yield Finding(
+            "server",
+            "note",
+            "it does not say how it decodes",
+            "whether its answers are those of plain decoding shows by asking",
+            f"outrider audit PLAIN {served.url}, PLAIN being the engine without speculation",
+        )
+        return
+    yield from _algorithm(served)
+    yield from _contract(served)
+    if draft is not None and served.draft and not is_same(draft, (served.draft,)):
+        yield Finding(
+            "server",
+            "warning",
+            f"its draft model is {served.draft}, not {draft.name}",
+            "what was found above is about the other one",
+            "leave DRAFT out to look at the server's own",
+        )
+    yield from _room(served.arguments, target, plan)
+
+
+def _room(arguments: Mapping[str, Any], target: Model | None, plan: Plan) -> Iterator[Finding]:
+    room, most = arguments.get("max_total_num_tokens"), arguments.get("max_running_requests")
+    length = plan.length(target) if target else plan.context
+    if not room:
+        return
+    what = f"its cache has room for {room:,} tokens"
+    what += f", {room // length} requests of {length:,}" if length else ""
+    what += f"; it runs at most {most} at once" if most else ""
+    if length is None or room >= plan.requests * length:
+        yield Finding("server", "ok", what)
+    else:
+        yield Finding(
+            "server",
+            "note" if room >= length else "warning",
+            what,
+            "others wait, or are taken back and read again"
+            if room >= length
+            else "a request of this length cannot be served",
+            "a larger --mem-fraction-static or --max-total-tokens, or a shorter --context-length",
+        )
+
+
+def _algorithm(served: Served) -> Iterator[Finding]:
+    arguments = served.arguments or {}
+    name = str(arguments.get("speculative_algorithm") or "").upper()
+    if name == OURS:
+        drafts = arguments.get("speculative_num_steps")
+        who = f"drafts by {served.draft}" if served.draft else "n-grams draft"
+        yield Finding("server", "ok", f"OUTRIDER is on: K = {drafts}, {who}")
+        if arguments.get("enable_deterministic_inference"):
+            what = "deterministic: the tokens of plain SGLang in that mode"
+            yield Finding("server", "ok", what)
+        else:
+            yield Finding(
+                "server",
+                "note",
+                "not deterministic: answers follow the law of plain SGLang",
+                "greedy ones may differ where two logits tie within rounding; sampling_seed does "
+                "not count",
+                "--enable-deterministic-inference for the same tokens",
+            )
+        return
+    if name:
+        what, fix = f"it speculates with SGLang's own {name}", "--speculative-algorithm OUTRIDER"
+        why = "its answers may follow another law than plain decoding: see what is known below"
+        yield Finding("server", "warning" if name in OWN else "note", what, why, fix)
+    else:
+        what = "it decodes plainly: no speculation is on"
+        yield Finding("server", "note", what, "Outrider is not in use", "outrider serve ...")
+    yield from _refused(arguments)
+
+
+def _refused(arguments: Mapping[str, Any]) -> Iterator[Finding]:
+    """Say which of a server's settings Outrider would not start with."""
+    from outrider.hosts.sglang.settings import REFUSED
+
+    for what, fix, asked_for in REFUSED:
+        try:
+            refused = asked_for(SimpleNamespace(**arguments))
+        except (AttributeError, TypeError):  # another SGLang has other settings
+            continue
+        if refused and "eagle" not in what.lower():
+            why = "with OUTRIDER the server would stop at start"
+            yield Finding("server", "warning", f"{what} is refused with OUTRIDER", why, fix)
+
+
+def _contract(served: Served) -> Iterator[Finding]:
+    from outrider.hosts.sglang import contract_0_5_11 as contract
+
+    version = served.versions.get("sglang")
+    if version is not None and version != contract.VERSION:
+        yield Finding(
+            "server",
+            "warning",
+            f"SGLang {version}; Outrider knows {contract.VERSION}",
+            "with OUTRIDER it would stop at start",
+            f"pip install sglang=={contract.VERSION}",
+        )
