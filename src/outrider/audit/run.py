@@ -1,0 +1,280 @@
+"""The command `outrider audit`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outrider.audit.law import LENGTH
+from outrider.audit.prompts import LAW_PROMPTS, read_prompts
+from outrider.audit.result import Agreement, Answers, Heard, Result, Settings, summary
+from outrider.engines import Answer, Counts, Engine, Wish, open_engine
+from outrider.errors import Unsupported
+
+__all__ = ["audit", "run"]
+
+ALTERNATIVES = 5
+"""Logprobs asked for at each place: what OpenAI's completions give at most."""
+
+INTERRUPTED = 130
+COLOURS = {0: "green", 1: "red", 2: "yellow"}
+Ticker = Callable[[str, int], Callable[[], None]]
+"""Called with the name of a stage and its size; returns what is called after each answer."""
+
+
+def run(
+    plain: str,
+    speculative: str | None,
+    prompts: Path | Sequence[str],
+    settings: Settings,
+    *,
+    count: int | None = None,
+    law_prompts: Path | None = None,
+    out: Path = Path("outrider-audit"),
+    as_json: bool = False,
+) -> None:
+    """Ask both engines, compare, write both files.
+
+    Ends with 0 if answers do not change or tie, 1 if they change, 2 if nothing can be said, 130 if
+    interrupted; what was heard until then is written.
+
+    prompts: themselves, or a file of which `count` are taken
+    """
+    console = Console(stderr=True)
+    try:
+        if importlib.util.find_spec("scipy") is None:
+            raise Unsupported("chi-square without scipy", fix="pip install 'outrider[tools]'")
+        asked = read_prompts(prompts)[:count] if isinstance(prompts, Path) else prompts
+        law = read_prompts(law_prompts) if law_prompts else LAW_PROMPTS
+        names = (plain, speculative) if speculative else _both(plain)
+        out.mkdir(parents=True, exist_ok=True)
+        with _progress(console) as ticker:
+            result = audit(names, asked, law, settings, ticker)
+    except KeyboardInterrupt:
+        console.print("[red]interrupted before the first answer[/]")
+        raise SystemExit(INTERRUPTED) from None
+    except (Unsupported, OSError) as error:
+        console.print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        raise SystemExit(2) from error
+    _write(result, out)
+    if as_json:
+        sys.stdout.write(_text(result))
+    else:
+        show(result, Console(highlight=False))
+    console.print(f"{out / 'audit.json'}, {out / 'audit.html'}", highlight=False)
+    if result.interrupted:
+        raise SystemExit(INTERRUPTED)
+    if result.exit_code:
+        raise SystemExit(result.exit_code)
+
+
+def _both(spec: str) -> tuple[str, str]:
+    """Return the names of the plain and the speculative engine, of one that can be both."""
+    where, _, given = spec.partition("#")
+    if where.startswith("transformers:"):
+        dtype = [part for part in given.split(",") if part.startswith("dtype=")]
+        plain = where + "".join(f"#{part}" for part in dtype)
+        if plain != spec:
+            return plain, spec
+        raise Unsupported(f"{spec} drafts nothing", fix="add #draft=MODEL, or name two engines")
+    with closing(open_engine(spec)) as engine:
+        algorithm = engine.facts().get("speculative_algorithm")
+    if algorithm != "OUTRIDER" or given.startswith("{"):
+        raise Unsupported(
+            f"{spec} cannot be asked to answer without drafts",
+            fix="name two engines: outrider audit PLAIN SPECULATIVE",
+        )
+    wishes = [part for part in given.split(",") if part and not part.startswith("max_drafts=")]
+    return f"{where}#{','.join([*wishes, 'max_drafts=0'])}", spec
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Ticker]:
+    columns = (
+        TextColumn("{task.description:<26}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+
+        def ticker(stage: str, total: int) -> Callable[[], None]:
+            task = progress.add_task(stage, total=total)
+            return lambda: progress.advance(task)
+
+        yield ticker
+
+
+# -- asking
+
+
+def audit(
+    names: tuple[str, str],
+    prompts: Sequence[str],
+    law_prompts: Sequence[str],
+    settings: Settings,
+    ticker: Ticker = lambda stage, total: lambda: None,
+) -> Result:
+    """Return what two engines answer, compared. An interruption ends it early.
+
+    names: of the plain and of the speculative engine
+    """
+    from outrider.report import provenance
+
+    heard = Heard()
+    result = Result(settings, prompts, law_prompts, heard, {}, provenance())
+    with closing(open_engine(names[0])) as plain, closing(open_engine(names[1])) as speculative:
+        facts = {"plain": plain.facts(), "speculative": speculative.facts()}
+        result = replace(result, facts=facts)
+        counts: dict[str, Counts | None] = {}
+        stopped, interrupted = None, False
+        try:
+            for part, name in _stages(plain, speculative, result, ticker):
+                counts[name] = part
+        except KeyboardInterrupt:
+            stopped, interrupted = "interrupted", True
+        except Unsupported as error:
+            stopped = str(error)
+            if not heard:
+                raise
+        if interrupted and not heard:
+            raise KeyboardInterrupt
+    return replace(
+        result,
+        greedy_counts=counts.get("speculative"),
+        law_counts=counts.get("law_speculative"),
+        plain_counts=counts.get("plain"),
+        stopped=stopped,
+        interrupted=interrupted,
+    )
+
+
+def _stages(
+    plain: Engine, speculative: Engine, result: Result, ticker: Ticker
+) -> Iterator[tuple[Counts | None, str]]:
+    """Ask in turn. Yields what speculation did in each stage, with the stage's name."""
+    settings, heard = result.settings, result.heard
+    wishes = [
+        Wish(prompt, settings.chat, settings.max_tokens, logprobs=ALTERNATIVES)
+        for prompt in result.prompts
+    ]
+    order = list(range(len(wishes)))
+    # the control asks the other way round: a prompt has other neighbours in its batch then
+    for engine, numbers, answers, name in (
+        (plain, order, heard.plain, "plain"),
+        (speculative, order, heard.speculative, "speculative"),
+        (plain, order[::-1], heard.plain_again, "plain again"),
+    ):
+        yield _ask(engine, wishes, numbers, answers, settings, ticker(name, len(order))), name
+    if not settings.samples or not result.law_prompts:
+        return
+    count = settings.samples * len(result.law_prompts)
+    # no seed comes twice: with the same seed, engines could agree without agreeing on the law
+    seeds = random.Random(settings.seed).sample(range(2**31), 2 * count)
+    for engine, own, answers, name in (
+        (plain, seeds[:count], heard.law_plain, "law_plain"),
+        (speculative, seeds[count:], heard.law_speculative, "law_speculative"),
+    ):
+        sampled = [
+            Wish(
+                result.law_prompts[n % len(result.law_prompts)],
+                settings.chat,
+                LENGTH,
+                settings.temperature,
+                settings.top_p,
+                seed,
+                logprobs=1,
+            )
+            for n, seed in enumerate(own)
+        ]
+        tick = ticker(name.replace("law_", "samples, "), count)
+        yield _ask(engine, sampled, list(range(count)), answers, settings, tick), name
+
+
+def _ask(
+    engine: Engine,
+    wishes: Sequence[Wish],
+    order: Sequence[int],
+    answers: Answers,
+    settings: Settings,
+    tick: Callable[[], None],
+) -> Counts | None:
+    """Ask in an order. Return what speculation did meanwhile, if the engine tells."""
+    before = engine.counts()
+
+    def heard(place: int, answer: Answer) -> None:
+        answers[order[place]] = answer
+        tick()
+
+    engine.ask([wishes[n] for n in order], settings.concurrency, heard=heard)
+    after = engine.counts()
+    return after - before if before is not None and after is not None else None
+
+
+# -- showing
+
+
+def _text(result: Result) -> str:
+    return json.dumps(result.as_json(), indent=1, ensure_ascii=False) + "\n"
+
+
+def _write(result: Result, out: Path) -> None:
+    from outrider.audit.page import page
+
+    (out / "audit.json").write_text(_text(result), encoding="utf-8")
+    (out / "audit.html").write_text(page(result), encoding="utf-8")
+
+
+def show(result: Result, console: Console) -> None:
+    """Print how far the engines agree, each divergence, the law, and the verdict."""
+    table = Table("greedy", "identical", "95 %", "tokens agreed", "drift: median, p99, max",
+                  box=None, pad_edge=False)  # fmt: skip
+    sides = {"speculative": result.greedy, "plain again": result.control}
+    for name, found in sides.items():
+        if len(found):
+            table.add_row(name, *_agreement(found))
+    console.print(table)
+    for n, one in result.greedy.divergences.items():
+        verdict = result.verdicts[n]
+        ours, theirs = (repr(t.text) if t else "the end" for t in (one.plain, one.speculative))
+        where = (
+            "" if one.position is None else f", token {one.position + 1}: {ours} became {theirs}"
+        )
+        margin = "" if one.margin is None else f", margin {one.margin:.3g}"
+        console.print(
+            f"prompt {n + 1}{where}{margin}: {verdict}",
+            style="red" if verdict == "wrong" else "yellow",
+            markup=False,
+        )
+    if result.law is not None and result.law.worst is not None:
+        low, high = result.law.detectable
+        console.print(
+            f"law: {len(result.law.tests)} tests, smallest corrected p "
+            f"{result.law.worst.corrected:.2g}; distances from {low:.2f} ({high:.2f} for long "
+            "outcomes) would be found"
+        )
+    for note in result.notes:
+        console.print(note, style="dim", markup=False)
+    console.print(result.headline, style=f"bold {COLOURS[result.exit_code]}", markup=False)
+
+
+def _agreement(found: Agreement) -> Iterator[str]:
+    low, high = found.interval
+    yield f"{found.identical} of {len(found)}"
+    yield f"{low:.0%} - {high:.0%}"
+    yield f"{found.agreed:,} of {found.tokens:,}"
+    drift = summary(found.drifts)
+    yield (
+        ", ".join(f"{drift[key]:.2g}" for key in ("median", "p99", "max")) if drift else "not told"
+    )
