@@ -1,5 +1,6 @@
 """Which settings? Those that this machine, this model and this traffic prefer, by measurement.
 
-`candidates.py` is what can be set, `halving.py` how the budget is spent, `profile.py` writes the
-profile with its reasons, `run.py` is the command.
+`search.py` spends a budget of time on what can be set, `advice.py` makes a profile of what was
+found, each value with its reason, `page.py` shows it, `server.py` starts a server to try on, and
+`run.py` is the command.
 """

@@ -1,0 +1,242 @@
+"""Run engines in turn on the same prompts, and reckon how fast each was."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.audit import Comparison, compare, tolerance
+from outrider.audit.prompts import read_prompts
+from outrider.bench.workloads import KINDS, prompts
+from outrider.engines import Answer, Counts, Engine, Wish
+from outrider.errors import Unsupported
+
+__all__ = ["Cell", "Parity", "Plan", "Run", "measure", "speed_of", "workload"]
+
+
+TIE = "numerical tie"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured at once: texts, and how many requests are open, or come in a second."""
+
+    workload: str
+    concurrency: int
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        load = f"{self.rate:g} requests/s" if self.rate else f"B = {self.concurrency}"
+        return f"{self.workload}, {load}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    texts: the prompts of each workload
+    requests: how many prompts a cell has for each one that is open at a time
+    """
+
+    texts: dict[str, Sequence[str]]
+    concurrency: Sequence[int] = (1, 4)
+    rates: Sequence[float] = ()
+    max_tokens: int = 128
+    rounds: int = 3
+    requests: int = 2
+    chat: bool = True
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Every cell, in the order in which they are measured."""
+        most = max(self.concurrency, default=1)
+        loads = [(n, None) for n in self.concurrency] + [(8 * most, rate) for rate in self.rates]
+        return [Cell(name, *load) for load in loads for name in self.texts]
+
+    def wishes(self, cell: Cell) -> list[Wish]:
+        """Return what is asked in a cell. The same texts come again where there are too few."""
+        texts = self.texts[cell.workload]
+        count = cell.concurrency * (1 if cell.rate else self.requests)
+        chosen = [texts[i % len(texts)] for i in range(count)]
+        return [Wish(text, chat=self.chat, max_tokens=self.max_tokens) for text in chosen]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one engine did in one round of a cell.
+
+    speed: tokens a second of all requests while `concurrency` of them were open; where requests
+        come at a rate, tokens a second of one request
+    first_token, per_token: seconds, of each request
+    counts: what speculation did, if the engine tells
+    """
+
+    engine: int
+    cell: Cell
+    round: int
+    speed: float
+    tokens: int
+    first_token: tuple[float, ...]
+    per_token: tuple[float, ...]
+    counts: Counts | None
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How the answers of an engine compare with plain's in a cell.
+
+    same: how many of those asked are equal
+    verdicts: what an audit says of each of the others
+    """
+
+    asked: int
+    same: int
+    verdicts: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing differs beyond what rounding explains."""
+        return all(verdict == TIE for verdict in self.verdicts)
+
+    @property
+    def said(self) -> str:
+        """The same in words."""
+        counted = Counter(self.verdicts).items()
+        kinds = "".join(
+            f", {n} {verdict}{'s' * (verdict == TIE and n > 1)}" for verdict, n in counted
+        )
+        return f"{self.same}/{self.asked} equal{kinds}"
+
+
+def workload(name: str, count: int) -> list[str]:
+    """Return texts of a kind that comes with Outrider, or those of a file."""
+    if name in KINDS:
+        return prompts(name, min(count, 36))
+    if Path(name).suffix:
+        return read_prompts(Path(name))
+    raise Unsupported(
+        f"workload {name!r}", fix=f"choose from {', '.join(KINDS)}, or name a .jsonl or .txt file"
+    )
+
+
+def measure(
+    engines: Sequence[Engine], plan: Plan, begun: Callable[[Cell, int, int], None]
+) -> Iterator[Run | tuple[Cell, int, Parity]]:
+    """Yield each run as it ends, and before a cell's first how the answers compare with plain's.
+
+    The first engine is plain. Engines take turns within a round, and nobody is always the first.
+    begun: called with the cell, the engine and the round before each run, -1 for the warm-up
+    """
+    for number, cell in enumerate(plan.cells):
+        wishes, plain = plan.wishes(cell), list[Answer]()
+        for e, engine in enumerate(engines):
+            begun(cell, e, -1)
+            answers = engine.ask(wishes, cell.concurrency)
+            if e == 0:
+                plain = answers
+            else:
+                yield (
+                    cell,
+                    e,
+                    _parity(engines[0], engine, wishes, cell.concurrency, (plain, answers)),
+                )
+        for round_ in range(plan.rounds):
+            turn = (number + round_) % len(engines)
+            for e in [*range(turn, len(engines)), *range(turn)]:
+                begun(cell, e, round_)
+                yield _run(engines[e], e, cell, round_, wishes)
+
+
+def _run(engine: Engine, number: int, cell: Cell, round_: int, wishes: Sequence[Wish]) -> Run:
+    before = engine.counts()
+    answers = engine.ask(wishes, cell.concurrency, stream=True, rate=cell.rate)
+    after = engine.counts()
+    per_token = tuple(
+        (one.seconds - one.first_token) / (one.count - 1) for one in answers if one.count > 1
+    )
+    if cell.rate:
+        speed = 1 / statistics.mean(per_token) if per_token and all(per_token) else 0.0
+    else:
+        speed = speed_of(answers, cell.concurrency)
+    return Run(
+        number,
+        cell,
+        round_,
+        speed,
+        sum(one.count for one in answers),
+        tuple(one.first_token for one in answers),
+        per_token,
+        None if before is None or after is None else after - before,
+    )
+
+
+def _parity(
+    plain: Engine,
+    other: Engine,
+    wishes: Sequence[Wish],
+    concurrency: int,
+    answers: tuple[Sequence[Answer], Sequence[Answer]],
+) -> Parity:
+    """Compare texts; if one differs, ask for logprobs too, which tell a tie from a mistake."""
+    pairs = list(zip(*answers, strict=True))
+    same = sum(a.text == b.text for a, b in pairs)
+    if same == len(pairs):
+        return Parity(same, same)
+    again = [replace(wish, logprobs=5) for wish in wishes]
+    pairs = list(zip(plain.ask(again, concurrency), other.ask(again, concurrency), strict=True))
+    found = [compare(a, b) for a, b in pairs]
+    allowed = tolerance(found).value
+    verdicts = tuple(_verdict(one, allowed) for one in found if not one.identical)
+    # what is equal now was not a moment ago
+    lost = max(0, len(pairs) - same - len(verdicts))
+    return Parity(len(pairs), len(pairs) - len(verdicts) - lost, verdicts + ("unsteady",) * lost)
+
+
+def _verdict(one: Comparison, allowed: float) -> str:
+    return one.divergence.verdict(allowed) if one.divergence else "wrong"
+
+
+def speed_of(answers: Sequence[Answer], concurrency: int) -> float:
+    """Return tokens a second while as many requests as may be open are being decoded.
+
+    That is from when the first `concurrency` answers have begun until fewer are left. What comes
+    before is prefill, and what comes after is a batch that runs empty: neither is the cell's.
+    """
+    begun = sorted(a.arrivals[0][0] + a.first_token for a in answers)
+    ended = sorted(a.arrivals[-1][0] for a in answers)
+    open_at_once = min(concurrency, len(answers))
+    start, end = begun[open_at_once - 1], ended[len(answers) - open_at_once]
+    if end - start < 0.2 * (ended[-1] - begun[0]):  # too little of it: take all
+        start, end = begun[0], ended[-1]
+    if end <= start:
+        return 0.0
+    return sum(_tokens_by(a, end) - _tokens_by(a, start) for a in answers) / (end - start)
+
+
+def _tokens_by(answer: Answer, when: float) -> float:
+    """Return how many tokens there were at a time; between two arrivals, in proportion."""
+    before, so_far = answer.arrivals[0]
+    for now, tokens in answer.arrivals[1:]:
+        if when < now:
+            return so_far + (tokens - so_far) * max(0.0, when - before) / (now - before)
+        before, so_far = now, tokens
+    return so_far
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and the extremes."""
+    found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def percentiles(values: Sequence[float]) -> dict[str, Any]:
+    """Return the median and the 99th percentile; None without values."""
+    if not values:
+        return {"p50": None, "p99": None}
+    ordered = sorted(values)
+    last = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"p50": round(statistics.median(ordered), 4), "p99": round(last, 4)}

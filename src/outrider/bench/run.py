@@ -1,0 +1,189 @@
+"""The command `outrider bench`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outrider.errors import Unsupported
+from outrider.report.console import INTERRUPTED, complain
+
+if TYPE_CHECKING:
+    from outrider.bench.measure import Plan
+    from outrider.bench.result import Result
+    from outrider.engines import Engine
+
+__all__ = ["run", "run_compare"]
+
+
+def run(
+    specs: Sequence[str], workloads: Sequence[str], out: Path, as_json: bool, **plan: Any
+) -> None:
+    """Measure, write both files. Ends with 1 if answers differ, 2 if nothing could be measured."""
+    console = Console(stderr=True)
+    try:
+        with console.status("opening the engines"):
+            result, engines = prepare(specs, workloads, **plan)
+            out.mkdir(parents=True, exist_ok=True)
+    except (Unsupported, OSError) as error:
+        complain(console, error)
+        raise SystemExit(2) from error
+    failed = None
+    try:
+        _measure(result, engines, console)
+    except KeyboardInterrupt:
+        result.interrupted = True
+    except Unsupported as error:
+        failed = error
+        result.interrupted = True
+    finally:
+        for engine in engines:
+            engine.close()
+    text = json.dumps(result.as_json(), indent=1)
+    from outrider.bench.page import page
+
+    (out / "bench.json").write_text(text + "\n", encoding="utf-8")
+    (out / "bench.html").write_text(page(result), encoding="utf-8")
+    if as_json:
+        sys.stdout.write(text + "\n")
+    else:
+        show(result, Console())
+    console.print(f"{out / 'bench.json'}, {out / 'bench.html'}", highlight=False)
+    if failed is not None:
+        complain(console, failed)
+        raise SystemExit(2)
+    if result.interrupted:
+        console.print("interrupted: the report has what was measured until then", style="yellow")
+        raise SystemExit(INTERRUPTED)
+    if result.broken:
+        raise SystemExit(1)
+
+
+def prepare(
+    specs: Sequence[str], workloads: Sequence[str], **settings: Any
+) -> tuple[Result, list[Engine]]:
+    """Open the engines, read the texts. One Outrider server alone is compared with K = 0."""
+    from outrider.bench.measure import Plan, workload
+    from outrider.bench.result import Result
+    from outrider.engines import open_engine
+    from outrider.report import provenance
+
+    most = max([*settings["concurrency"], *(8 for _ in settings["rates"])], default=1)
+    needed = most * max(1, settings["requests"])
+    plan = Plan({name: workload(name, needed) for name in workloads}, **settings)
+    if len(specs) == 1:
+        specs = [f"{specs[0].partition('#')[0]}#max_drafts=0", specs[0]]
+    engines = [open_engine(spec) for spec in specs]
+    if any(engine.spec.startswith("transformers:") for engine in engines) and plan.rates:
+        raise Unsupported("--rate with a model in this process", fix="serve it, or leave it out")
+    facts = [engine.facts() for engine in engines]
+    _check(facts, plan)
+    return Result(provenance(), facts, plan), engines
+
+
+def _check(facts: Sequence[dict[str, Any]], plan: Plan) -> None:
+    """Refuse what cannot be compared."""
+    models = {str(one["model"]).rstrip("/").rpartition("/")[2] for one in facts}
+    if len(models) > 1:
+        raise Unsupported(
+            f"engines with different models: {', '.join(sorted(models))}",
+            fix="compare engines that serve the same one",
+        )
+    theirs = [one["engine"] for one in facts if one.get("mode") in ("plain", "assisted", "lookup")]
+    if theirs and max(plan.concurrency, default=1) > 1:
+        raise Unsupported(
+            f"concurrency above 1 with {theirs[0]}: it answers one request at a time",
+            fix="use --concurrency 1",
+        )
+
+
+def _measure(result: Result, engines: Sequence[Engine], console: Console) -> None:
+    from outrider.bench.measure import Cell, Run, measure
+    from outrider.bench.result import names
+
+    called = names(result.engines)
+    total = len(result.plan.cells) * len(engines) * (result.plan.rounds + 1)
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+
+        def begun(cell: Cell, engine: int, round_: int) -> None:
+            when = "warm-up and parity" if round_ < 0 else f"round {round_ + 1}"
+            progress.update(task, description=f"{cell}: {called[engine]}, {when}", advance=1)
+
+        for found in measure(engines, result.plan, begun):
+            if isinstance(found, Run):
+                result.runs.append(found)
+            else:
+                cell, engine, parity = found
+                result.parities[cell, engine] = parity
+
+
+def show(result: Result, console: Console) -> None:
+    """Print a line for each cell and engine."""
+    from outrider.bench.page import headline
+    from outrider.bench.result import names
+
+    def said(value: dict[str, float] | None) -> str:
+        return "" if value is None else "{median:.2f} ({min:.2f}-{max:.2f})".format(**value)
+
+    called = names(result.engines)
+    table = Table("", "engine", box=None, pad_edge=False)
+    for head in ("tokens/s", "times plain", "tokens/step", "answers"):
+        table.add_column(head, no_wrap=True)
+    for cell in result.cells:
+        for e, name in enumerate(called):
+            one = result.summary(cell, e)
+            counts = one.get("counts") or {}
+            steps = counts.get("request_steps")
+            table.add_row(
+                str(cell) if e == 0 else "",
+                name,
+                said(one.get("tokens_per_second")),
+                said(one.get("times_plain")) or one.get("refused", ""),
+                f"{counts['emitted'] / steps:.2f}" if steps else "",
+                one["parity"]["said"] if one["parity"] else "",
+                style="red" if one.get("refused") else None,
+            )
+    console.print(table)
+    verdict, state = headline(result)
+    console.print(
+        verdict, style={"good": "bold green", "bad": "bold red"}.get(state, "bold yellow")
+    )
+
+
+def run_compare(old: Path, new: Path, as_json: bool) -> None:
+    """Print how the speed-ups of two results compare, cell by cell."""
+    from outrider.bench.result import compared, load_result
+
+    console = Console(stderr=True)
+    try:
+        found = compared(load_result(old), load_result(new))
+        if not found:
+            raise Unsupported(f"{old} and {new} have no cell in common", fix="measure the same")
+    except Unsupported as error:
+        complain(console, error)
+        raise SystemExit(2) from error
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        return
+    table = Table("", "engine", old.name, new.name, "new / old", "", box=None, pad_edge=False)
+    for one in found:
+        spreads = [
+            f"{v['median']:.2f} ({v['min']:.2f}-{v['max']:.2f})" for v in (one["old"], one["new"])
+        ]
+        clear = "clear" if one["clear"] else "within the spread"
+        table.add_row(one["cell"], one["engine"], *spreads, f"{one['ratio']:.2f}", clear)
+    Console().print(table)

@@ -1,0 +1,216 @@
+"""The command `outrider tune`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+
+from outrider.errors import Unsupported
+from outrider.report.console import INTERRUPTED, complain
+
+if TYPE_CHECKING:
+    from outrider.engines import Engine
+    from outrider.tune.search import Search
+
+__all__ = ["Wanted", "run"]
+
+SAVED_FOR_BITS = 0.2
+"""Share of the budget that is kept for trying the draft model's weights in other precision."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for.
+
+    engine: a running one; or flags: of SGLang, for a server to start
+    """
+
+    engine: str | None
+    flags: Sequence[str]
+    workload: str
+    concurrency: int
+    minutes: float
+    chat: bool
+    out: Path
+
+
+def run(wanted: Wanted, as_json: bool) -> None:
+    """Search, and write profile.yaml, tune.json and tune.html. Ends with 2 if nothing could run."""
+    console = Console(stderr=True)
+    try:
+        _run(wanted, as_json, console)
+    except (Unsupported, OSError) as error:
+        complain(console, error)
+        raise SystemExit(2) from error
+
+
+def _run(wanted: Wanted, as_json: bool, console: Console) -> None:
+    from outrider.bench.measure import workload
+    from outrider.tune.search import KS, Search, Traffic, available, grid
+
+    if (wanted.engine is None) == (not wanted.flags):
+        raise Unsupported(
+            "either a running engine or a model to serve",
+            fix="name --engine http://host:port, or SGLang's --model-path and so on",
+        )
+    texts = workload(wanted.workload, 12 * wanted.concurrency)
+    wanted.out.mkdir(parents=True, exist_ok=True)
+    traffic = Traffic(texts, wanted.concurrency, wanted.chat)
+    budget, bits = 60 * wanted.minutes, _bits(wanted.flags)
+    interrupted, other, search = False, None, None
+    try:
+        with _opened(wanted, bits, KS[-1], "tune.log", console) as engine:
+            facts = engine.facts()
+            names, refused = available(engine)
+            if not names:
+                raise Unsupported(f"no drafter at {engine.spec}: {refused}", fix="serve Outrider")
+            share = 1 - SAVED_FOR_BITS if bits and "model" in names else 1.0
+            search = Search(engine, traffic, grid(names), budget * share)
+            _search(search, console)
+        if bits and _advice(search, None, None).chosen.drafter in ("model", "adaptive"):
+            other = _other_bits(wanted, search, budget * SAVED_FOR_BITS, console)
+    except KeyboardInterrupt:
+        interrupted = True
+    if search is None or not search.trials:
+        console.print("interrupted before the first trial", style="yellow")
+        raise SystemExit(INTERRUPTED)
+    _write(wanted, search, facts, bits, other, interrupted, as_json, console)
+    if interrupted:
+        raise SystemExit(INTERRUPTED)
+
+
+def _bits(flags: Sequence[str]) -> int | None:
+    """Return the bits that a draft model's weights are tried with: few, on CPU."""
+    text = " ".join(flags).replace("=", " ")
+    has_draft = "--speculative-draft-model-path" in text
+    return 4 if has_draft and "--device cpu" in text else None
+
+
+@contextmanager
+def _opened(
+    wanted: Wanted, bits: int | None, most: int, log: str, console: Console
+) -> Iterator[Engine]:
+    from outrider.engines import open_engine
+    from outrider.tune.server import serving
+
+    if wanted.engine is not None:
+        with console.status("opening the engine"):
+            engine = open_engine(wanted.engine)
+        yield engine
+        engine.close()
+        return
+    with (
+        console.status("starting a server") as status,
+        serving(wanted.flags, most, bits, wanted.out / log) as url,
+    ):
+        status.stop()
+        yield open_engine(url)
+
+
+def _search(search: Search, console: Console) -> None:
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=1.0)
+
+        def begun(rung: int, candidate: Any, spent: float) -> None:
+            left = len(search.rungs[-1])
+            said = f"rung {rung + 1}, {left} left: {candidate}"
+            progress.update(task, completed=min(1.0, spent), description=said)
+
+        for trial in search.run(begun):
+            progress.console.print(
+                f"rung {trial.rung + 1}: {trial.candidate}: {trial.speed:.2f} tokens/s, "
+                f"{trial.times_plain:.2f} times plain",
+                style="dim",
+                highlight=False,
+            )
+
+
+def _other_bits(
+    wanted: Wanted, search: Search, seconds: float, console: Console
+) -> tuple[Search, float] | None:
+    """Try the chosen candidate with the draft model's own weights, on a server of its own."""
+    from outrider.tune.search import Search, Traffic
+
+    chosen = _advice(search, None, None).chosen
+    first = len(search.rungs) * wanted.concurrency  # prompts that were not used yet
+    texts = [*search.traffic.texts[first:], *search.traffic.texts]
+    traffic = Traffic(texts, wanted.concurrency, wanted.chat)
+    with _opened(wanted, None, chosen.max_drafts, "tune-16-bits.log", console) as engine:
+        other = Search(engine, traffic, [chosen], seconds)
+        _search(other, console)
+    return other, other.score(chosen)
+
+
+def _advice(search: Search, bits: int | None, other: tuple[Search, float] | None) -> Any:
+    from outrider.tune.advice import advise
+
+    chosen = advise(search)
+    if bits is None:
+        return chosen
+    mine = search.score(chosen.chosen)
+    if other is None:
+        return advise(search, bits, f"{mine:.2f} times plain; the model's own were not tried")
+    reason = f"{mine:.2f} times plain; with the draft model's own weights {other[1]:.2f}"
+    return advise(search, bits if mine >= other[1] else None, reason)
+
+
+def _write(
+    wanted: Wanted,
+    search: Search,
+    facts: dict[str, Any],
+    bits: int | None,
+    other: tuple[Search, float] | None,
+    interrupted: bool,
+    as_json: bool,
+    console: Console,
+) -> None:
+    from outrider.report import provenance
+    from outrider.tune.advice import about
+    from outrider.tune.page import page
+
+    advice, made = _advice(search, bits, other), provenance()
+    text = advice.yaml(about(facts, search, wanted.workload, made["date"]))
+    document = json.dumps(
+        {
+            "outrider_tune": 1,
+            "interrupted": interrupted,
+            "provenance": made,
+            "engine": facts,
+            "traffic": {"workload": wanted.workload, "concurrency": wanted.concurrency},
+            "minutes": wanted.minutes,
+            "profile": advice.values,
+            "reasons": advice.reasons,
+            "times_plain": round(search.score(advice.chosen), 4),
+            "with_own_weights": other and round(other[1], 4),
+            "trials": [asdict(trial) for trial in search.trials],
+        },
+        indent=1,
+    )
+    (wanted.out / "profile.yaml").write_text(text, encoding="utf-8")
+    (wanted.out / "tune.json").write_text(document + "\n", encoding="utf-8")
+    subtitle = f"{facts.get('model')}: {wanted.workload}, {wanted.concurrency} at once"
+    html = page(search, advice, text, made, subtitle, interrupted)
+    (wanted.out / "tune.html").write_text(html, encoding="utf-8")
+    if as_json:
+        sys.stdout.write(document + "\n")
+    else:
+        Console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+    different = sum(trial.asked - trial.same for trial in search.trials)
+    if different:
+        console.print(
+            f"{different} of {sum(t.asked for t in search.trials)} answers were not those of plain "
+            "decoding: `outrider audit` tells ties from mistakes",
+            style="yellow",
+        )
+    names = ("profile.yaml", "tune.json", "tune.html")
+    console.print(", ".join(str(wanted.out / name) for name in names), highlight=False)

@@ -1,0 +1,255 @@
+"""The benchmark reckons right, tells no speed where answers differ, and keeps what it has."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from html.parser import HTMLParser
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.bench import measure as bench
+from outrider.bench import run as command
+from outrider.bench.measure import Cell, Parity, Plan, speed_of
+from outrider.bench.result import Result, compared, load_result, names
+from outrider.bench.workloads import KINDS, prompts
+from outrider.cli.main import app
+from outrider.engines import Answer, Counts, Token
+from outrider.errors import Unsupported
+
+
+def answer(text="a b", start=0.0, first=1.0, last=3.0, tokens=3, logprobs=()):
+    between = [(first + (last - first) * i / (tokens - 1), float(i + 1)) for i in range(tokens)]
+    return Answer(text, tuple(logprobs), tokens, "length", ((start, 0.0), *between))
+
+
+class Fake:
+    """An engine for error paths: says what it is told to, at a speed of its own."""
+
+    def __init__(self, spec="http://fake", said="a b", seconds=2.0, counts=None, stop_after=None):
+        self.spec, self.said, self.seconds, self.stop_after = spec, said, seconds, stop_after
+        self._counts, self.asked, self.closed = counts, 0, False
+
+    def ask(self, wishes, concurrency=1, *, stream=False, rate=None, heard=None):
+        self.asked += 1
+        if self.stop_after is not None and self.asked > self.stop_after:
+            raise KeyboardInterrupt
+        tokens = [Token(t, -0.1, ((t, -0.1), ("z", -3.0))) for t in self.said.split()]
+        each = 1 + self.seconds  # one after the other
+        return [
+            answer(self.said, n * each, n * each + 1, n * each + each, 3, tokens)
+            for n in range(len(wishes))
+        ]
+
+    def counts(self):
+        if self._counts is None:
+            return None
+        scale = self.asked  # as much again in each run
+        c = self._counts
+        seconds = Counter({"forward": c.seconds["forward"] * scale})
+        return Counts(
+            c.steps * scale, c.request_steps * scale, 0, c.emitted * scale, seconds=seconds
+        )
+
+    def facts(self):
+        return {"engine": self.spec, "model": "m"}
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Return a function that lets these engines be opened by their names."""
+
+    def put(**named):
+        monkeypatch.setattr("outrider.engines.open_engine", lambda spec: named[spec])
+
+    return put
+
+
+def run(tmp_path, specs, **more):
+    plan = {"concurrency": [1], "rates": [], "max_tokens": 8, "rounds": 2, "requests": 1}
+    plan |= {"chat": False, **more}
+    command.run(specs, ["chat"], tmp_path, True, **plan)
+
+
+def test_speed_is_that_of_a_full_batch():
+    steady = [answer(start=0, first=1, last=11, tokens=11) for _ in range(2)]
+    assert speed_of(steady, 2) == pytest.approx(2.0)
+    # one ends early and its slot stays empty: what comes after is not the cell's...
+    early = [answer(first=1, last=6, tokens=6), answer(first=1, last=11, tokens=11)]
+    assert speed_of(early, 2) == pytest.approx(2.0)
+    # ...which a mean over the whole run would have counted in (twin)
+    assert sum(a.count for a in early) / 10 != pytest.approx(2.0, rel=0.1)
+    # late prefill is not decoding
+    late = [answer(first=1, last=11, tokens=11), answer(first=6, last=16, tokens=11)]
+    assert speed_of(late, 2) == pytest.approx(2.0)
+
+
+def test_a_result_has_speed_equation_and_report(tmp_path, engines, capsys):
+    counts = Counts(steps=10, request_steps=10, emitted=30)
+    counts.seconds["forward"] = 2
+    engines(plain=Fake("plain"), ours=Fake("ours", seconds=0.5, counts=counts))
+    run(tmp_path, ["plain", "ours"])
+    found = json.loads(capsys.readouterr().out)
+    plain, ours = found["cells"]
+    assert ours["times_plain"] == {"median": 4, "min": 4, "max": 4}
+    assert plain["times_plain"] is None
+    # 3 tokens a step of 200 ms; plain decodes one in 1 s: 3 / (0.2 / 1)
+    assert ours["equation"] == {
+        "tokens_per_step": 3,
+        "step_seconds": 0.2,
+        "decode_seconds": 1,
+        "speed_up": 15,
+    }
+    assert found == json.loads((tmp_path / "bench.json").read_text())
+    page = (tmp_path / "bench.html").read_text()
+    assert "4.00 times plain" in page
+    assert "3.00 / 0.20 = 15.00" in page
+    HTMLParser().feed(page)
+
+
+@pytest.mark.parametrize(
+    ("said", "holds"), [("a b", True), ("a c", False)], ids=["same", "planted difference"]
+)
+def test_no_speed_is_told_where_answers_differ(tmp_path, engines, capsys, said, holds):
+    engines(plain=Fake("plain"), ours=Fake("ours", said=said, seconds=0.5))
+    if holds:
+        run(tmp_path, ["plain", "ours"])
+    else:
+        with pytest.raises(SystemExit, match="1"):
+            run(tmp_path, ["plain", "ours"])
+    found = json.loads(capsys.readouterr().out)
+    assert ("times_plain" in found["cells"][1]) == holds
+    assert ("tokens_per_second" in found["cells"][1]) == holds
+    page = (tmp_path / "bench.html").read_text()
+    assert ("4.00" in page) == holds
+    assert ("no speed is told" in page.partition("<h2>")[0]) != holds
+
+
+def test_a_tie_is_no_mistake():
+    assert Parity(4, 3, ("numerical tie",)).holds
+    assert Parity(4, 2, ("numerical tie", "numerical tie")).said == "2/4 equal, 2 numerical ties"
+    assert not Parity(4, 3, ("wrong",)).holds
+    assert not Parity(4, 3, ("unknown",)).holds
+
+
+def test_ctrl_c_leaves_what_was_measured(tmp_path, engines, capsys):
+    ours = Fake("ours", seconds=1.0, stop_after=2)
+    engines(plain=Fake("plain"), ours=ours)
+    with pytest.raises(SystemExit, match="130"):
+        run(tmp_path, ["plain", "ours"], rounds=3)
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["interrupted"]
+    assert found["cells"][1]["rounds"] == 1
+    assert "Interrupted" in (tmp_path / "bench.html").read_text()
+    assert ours.closed
+
+
+def test_a_server_that_stops_answering_leaves_what_was_measured(tmp_path, engines, monkeypatch):
+    ours = Fake("ours")
+    engines(plain=Fake("plain"), ours=ours)
+    monkeypatch.setattr(ours, "counts", lambda: (_ for _ in ()).throw(Unsupported("gone", fix="x")))
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, ["plain", "ours"])
+    assert json.loads((tmp_path / "bench.json").read_text())["interrupted"]
+
+
+def test_two_results_are_compared(tmp_path, engines, capsys):
+    for name, seconds in (("old", 1.0), ("new", 0.5)):
+        engines(plain=Fake("plain"), ours=Fake("ours", seconds=seconds))
+        run(tmp_path / name, ["plain", "ours"])
+    old, new = (tmp_path / name / "bench.json" for name in ("old", "new"))
+    (one,) = compared(load_result(old), load_result(new))
+    assert (one["ratio"], one["clear"]) == (2, True)
+    (same,) = compared(load_result(old), load_result(old))
+    assert (same["ratio"], same["clear"]) == (1, False)
+    done = CliRunner().invoke(app, ["bench", "--compare", str(old), str(new)])
+    assert done.exit_code == 0
+    assert "2.00" in done.stdout
+    empty = tmp_path / "empty.json"
+    empty.write_text("")
+    done = CliRunner().invoke(app, ["bench", "--compare", str(old), str(empty)])
+    assert done.exit_code == 2
+    assert "no result" in " ".join(done.stderr.split())
+
+
+def test_every_engine_is_first_now_and_then():
+    order = []
+    plan = Plan({"chat": ["x"]}, concurrency=[1], rounds=2, chat=False)
+    three = [Fake(str(e)) for e in range(3)]
+    list(bench.measure(three, plan, lambda cell, e, r: order.append((r, e))))
+    assert [e for r, e in order if r == 0] == [0, 1, 2]
+    assert [e for r, e in order if r == 1] == [1, 2, 0]
+
+
+def test_names_tell_engines_apart():
+    specs = ["http://h:1", "http://h:1#drafter=suffix", "http://h:2"]
+    assert names([{"engine": spec} for spec in specs]) == ["plain", "drafter=suffix", "h:2"]
+    specs = ["transformers:/a/m", "transformers:/a/m#draft=/b/d,mode=assisted"]
+    assert names([{"engine": spec} for spec in specs]) == ["plain", "draft=d,mode=assisted"]
+
+
+def test_prompts_of_ones_own(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"prompt": "one"}\n\n{"messages": [{"role": "user", "content": "two"}]}\n')
+    assert bench.workload(str(file), 2) == ["one", "two"]
+    lines = tmp_path / "own.txt"
+    lines.write_text("one\ntwo\n")
+    assert bench.workload(str(lines), 2) == ["one", "two"]
+    assert {kind: len(bench.workload(kind, 3)) for kind in KINDS} == dict.fromkeys(KINDS, 3)
+    assert len(set(prompts("mixed", 40))) == 40
+
+
+TINY = "src/outrider/assets/tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["http://127.0.0.1:9"], "no server answers"),
+        (["transformers:nowhere"], "no model at"),
+        ([f"transformers:{TINY}/target", f"transformers:{TINY}/draft"], "different models"),
+        ([f"transformers:{TINY}/target", f"transformers:{TINY}/target"], "--concurrency 1"),
+        (["http://h", "--workload", "sonnets"], "choose from"),
+        (["http://h", "--workload", "{empty}"], "has no prompts"),
+        (["http://h", "--workload", "{broken}"], "line 1"),
+        (["http://h", "--concurrency", "many"], "write numbers"),
+        ([], "name an engine"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_bad_input_says_what_to_do(tmp_path, arguments, said):
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "broken.jsonl").write_text("{\n")
+    places = {"empty": tmp_path / "empty.txt", "broken": tmp_path / "broken.jsonl"}
+    given = [argument.format(**places) for argument in arguments]
+    done = CliRunner().invoke(app, ["bench", *given, "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_on_a_real_pair(tmp_path, model_dir):
+    target, draft = model_dir("tiny-target"), model_dir("tiny-draft")
+    file = tmp_path / "own.txt"
+    file.write_text("On a misty morning, an outrider rode out\nAt the bridge the toll-keeper\n")
+    given = [f"transformers:{target}", f"transformers:{target}#draft={draft},exactness=bitwise"]
+    options = ["--concurrency", "1", "--max-tokens", "16", "--rounds", "1", "--no-chat", "--json"]
+    done = CliRunner().invoke(
+        app, ["bench", *given, "--workload", str(file), *options, "--out", str(tmp_path)]
+    )
+    assert done.exit_code == 0, done.stderr
+    ours = json.loads(done.stdout)["cells"][1]
+    assert ours["parity"] == {"asked": 2, "same": 2, "said": "2/2 equal"}
+    assert ours["equation"]["tokens_per_step"] > 1.5
+    assert ours["counts"]["emitted"] == 30
+    assert "<svg" in (tmp_path / "bench.html").read_text()
+
+
+def test_twin_a_cell_that_has_not_been_measured_has_no_speed():
+    plan = Plan({"chat": ["x"]}, concurrency=[1])
+    result = Result({}, [{"engine": "a"}, {"engine": "b"}], plan)
+    assert result.cells == []
+    assert "tokens_per_second" not in result.summary(Cell("chat", 1), 1)

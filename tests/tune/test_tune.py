@@ -1,0 +1,203 @@
+"""The search finds what is fast, within its budget, and says why; a profile is one that serves."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
+from outrider.engines import Answer
+from outrider.errors import Unsupported
+from outrider.tune import run as command
+from outrider.tune.advice import advise
+from outrider.tune.search import FEWEST, PLAIN, Candidate, Search, Traffic, available, grid
+
+SPEEDS = {
+    "none": dict.fromkeys((0, 1), 10.0),
+    "suffix": {1: 10.0, 2: 11.0, 4: 11.5, 8: 11.2, 12: 11.0},
+    "ngram": {1: 10.0, 2: 10.4, 4: 10.6, 8: 10.3, 12: 10.1},
+    "model": {1: 12.0, 2: 14.0, 4: 18.0, 8: 15.0, 12: 12.0},
+    "adaptive": {1: 10.0, 2: 13.0, 4: 15.0, 8: 16.0, 12: 16.0},
+}
+
+
+class World:
+    """Answers as fast as its table says, give or take some noise, on a clock of its own."""
+
+    def __init__(self, speeds=SPEEDS, noise=0.0, wishes=None, clock=None, has=tuple(SPEEDS)):
+        self.speeds, self.noise, self.has = speeds, noise, has
+        self.wishes = wishes or {"drafter": "none", "max_drafts": 0}
+        self.clock = clock or [0.0]
+        self.coins = random.Random(0)
+        self.spec = "http://world"
+        self.stop_at = float("inf")
+
+    def variant(self, wishes, salt=None):
+        other = World(self.speeds, self.noise, dict(wishes), self.clock, self.has)
+        other.coins, other.stop_at = self.coins, self.stop_at
+        return other
+
+    def ask(self, wishes, concurrency=1, *, stream=False, rate=None, heard=None):
+        if self.wishes["drafter"] not in self.has:
+            raise Unsupported(f"no {self.wishes['drafter']}", fix="none")
+        if self.clock[0] > self.stop_at:
+            raise KeyboardInterrupt
+        start, tokens = self.clock[0], wishes[0].max_tokens
+        speed = self.speeds[self.wishes["drafter"]][self.wishes["max_drafts"]]
+        speed *= 1 + self.noise * self.coins.uniform(-1, 1)
+        step = concurrency / speed
+        arrivals = [(start, 0.0), *((start + step * n, float(n)) for n in range(1, tokens + 1))]
+        self.clock[0] = arrivals[-1][0]
+        return [Answer("x", (), tokens, "length", tuple(arrivals)) for _ in wishes]
+
+    def counts(self):
+        return None
+
+    def facts(self):
+        return {"engine": self.spec, "model": "m"}
+
+    def close(self):
+        pass
+
+
+def search(world, seconds=600.0, candidates=None):
+    found = Search(
+        world,
+        Traffic([f"text {n}" for n in range(40)], 4, False),
+        grid(list(SPEEDS)[1:]) if candidates is None else candidates,
+        seconds,
+        clock=lambda: world.clock[0],
+    )
+    list(found.run(lambda rung, candidate, spent: None))
+    return found
+
+
+def test_the_fastest_is_found_within_the_budget():
+    world = World()
+    found = search(world)
+    assert found.ranking[0] == Candidate("model", 4)
+    assert found.score(Candidate("model", 4)) == pytest.approx(1.8, rel=0.02)
+    assert [len(rung) for rung in found.rungs] == [16, 8, 4, 2]
+    assert 0.5 * 600 < world.clock[0] < 1.15 * 600
+    # who stays is measured on longer answers, and every rung on texts of its own
+    assert len({trial.rung for trial in found.trials if trial.candidate == found.ranking[0]}) == 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_costs_little(seed):
+    world = World(noise=0.15)
+    world.coins.seed(seed)
+    chosen = advise(search(world)).chosen
+    assert SPEEDS[chosen.drafter][chosen.max_drafts] >= 0.88 * 18
+
+
+def test_twin_a_search_that_keeps_the_worse_half_is_seen(monkeypatch):
+    score = Search.score
+    monkeypatch.setattr(Search, "score", lambda self, c: 1 / max(1e-9, score(self, c)))
+    found = search(World())
+    assert SPEEDS[found.ranking[0].drafter][found.ranking[0].max_drafts] < 0.88 * 18
+
+
+def test_plain_decoding_may_be_the_answer():
+    slow = {**SPEEDS, **{name: dict.fromkeys((1, 2, 4, 8, 12), 9.0) for name in list(SPEEDS)[1:]}}
+    advice = advise(search(World(slow)))
+    assert advice.chosen == PLAIN
+    assert advice.values == {"drafter": "none", "max_drafts": 0}
+    assert "nothing was faster" in advice.reasons["drafter"]
+
+
+def test_what_adapts_is_chosen_among_equals():
+    close = {**SPEEDS, "adaptive": {1: 10.0, 2: 13.0, 4: 17.0, 8: 17.8, 12: 17.0}}
+    advice = advise(search(World(close)))
+    assert advice.chosen == Candidate("adaptive", 8)
+    assert "within 3%" in advice.reasons["drafter"]
+    assert "8: 1.78" in advice.reasons["max_drafts"]
+
+
+def test_a_short_budget_still_ends():
+    world = World()
+    found = search(world, seconds=10.0)
+    assert found.trials
+    assert min(t.asked for t in found.trials) == 4
+    assert len(found.rungs) == 1
+    assert world.clock[0] > FEWEST * 4 / 10 * 17 * 0.5
+
+
+def test_only_what_the_engine_has_is_tried():
+    names, refused = available(World(has=("none", "suffix", "adaptive")))
+    assert names == ["suffix", "adaptive"]
+    assert refused == {"model": "no model", "ngram": "no ngram"}
+
+
+def test_a_profile_is_one_that_serves(tmp_path):
+    from outrider.hosts.sglang.profile import load_profile
+
+    advice = advise(search(World()), 4, "4 bits: 1.80")
+    file = tmp_path / "profile.yaml"
+    file.write_text(advice.yaml(["made here"]))
+    profile = load_profile(str(file))
+    assert (profile.drafter, profile.max_drafts, profile.draft_bits) == ("model", 4, 4)
+    text = file.read_text()
+    assert all(f"\n{key}: " in text and advice.reasons[key][:20] in text for key in advice.values)
+
+
+def wanted(tmp_path, **more):
+    given = {"engine": "http://world", "flags": [], "workload": "mixed", "concurrency": 2}
+    given |= {"minutes": 2.0, "chat": False, "out": tmp_path}
+    return command.Wanted(**{**given, **more})
+
+
+def test_the_command_writes_profile_result_and_page(tmp_path, monkeypatch, capsys):
+    world = World()
+    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: world)
+    command.run(wanted(tmp_path), True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["profile"] == {"drafter": "model", "max_drafts": 4}
+    assert yaml.safe_load((tmp_path / "profile.yaml").read_text()) == found["profile"]
+    assert "model, K = 4: 1.80 times plain" in (tmp_path / "tune.html").read_text()
+
+
+def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys):
+    world = World()
+    world.stop_at = 1000.0
+    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: world)
+    with pytest.raises(SystemExit, match="130"):
+        command.run(wanted(tmp_path, minutes=60.0), True)
+    found = json.loads((tmp_path / "tune.json").read_text())
+    assert found["interrupted"]
+    assert found["trials"]
+    assert "Interrupted" in (tmp_path / "tune.html").read_text()
+    assert yaml.safe_load((tmp_path / "profile.yaml").read_text())["drafter"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name --engine"),
+        (["--engine", "http://127.0.0.1:9"], "no server answers"),
+        (["--engine", "http://h", "--workload", "sonnets"], "choose from"),
+        (["--engine", "http://h", "--model-path", "m"], "either a running engine"),
+        (["--engine", "transformers:nowhere"], "no model at"),
+    ],
+)
+def test_bad_input_says_what_to_do(tmp_path, arguments, said):
+    done = CliRunner().invoke(app, ["tune", *arguments, "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+
+
+def test_in_this_process_on_a_real_pair(tmp_path, model_dir):
+    target, draft = model_dir("tiny-target"), model_dir("tiny-draft")
+    texts = tmp_path / "own.txt"
+    texts.write_text("On a misty morning, an outrider rode out\nAt the bridge the toll-keeper\n")
+    given = ["--engine", f"transformers:{target}#draft={draft}", "--workload", str(texts)]
+    options = ["--concurrency", "1", "--minutes", "0.1", "--no-chat", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["tune", *given, *options, "--json"])
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {trial["candidate"]["drafter"] for trial in found["trials"]} >= {"model", "suffix"}
+    assert all(trial["same"] == trial["asked"] for trial in found["trials"])
