@@ -39,12 +39,17 @@ TRAFFIC = {
     "attention backend `outrider` as Triton kernels, in the interpreter": "test_triton.py",
     "SGLang's own speculation on ROCm, repaired (`OUTRIDER_REPAIR`)": "test_rocm.py",
     "`return_hidden_states`": "test_requests.py",
+    "streams in chunks of a fixed size, answers without acceptance": "test_side_channel.py",
+    "records of each step (`explain`)": "test_explain.py",
     "unseeded sampling (temperature, top-k, top-p, min-p): the law, by chi-square": "test_law.py",
 }
 REQUESTS = {
-    "`custom_params.outrider` that is not `{max_drafts, drafter}`": "says what is wrong with it",
+    "`custom_params.outrider` that is not `{max_drafts, drafter, explain}`": (
+        "says what is wrong with it"
+    ),
     "a drafter that the server does not have": "names those it has",
     "`min_p` with `--enable-deterministic-inference`": "SGLang's seeded sampler lacks it",
+    "`explain` where the profile says `report_acceptance: false`": "it would tell",
 }
 FALLBACKS = {
     "`error`, `timeout`, `garbage`": "a drafter raised, took too long, or returned no drafts",

@@ -160,6 +160,17 @@ def test_sglangs_own_flags_say_how_many_drafts(steps, rows, expected):
     assert args.disable_overlap_schedule
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(None, 7), (9, 9), (7, 7)])
+def test_the_profile_says_how_many_drafts(steps, expected, profile, monkeypatch):
+    for name, path in profile(max_drafts=7).items():
+        monkeypatch.setenv(name, path)
+    args = arguments(speculative_num_steps=steps)
+    settings.apply(args)
+    assert args.speculative_num_steps == expected
+    with pytest.raises(Unsupported, match=r"max_drafts 7 with --speculative-num-steps 6"):
+        settings.apply(arguments(speculative_num_draft_tokens=7))
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -167,6 +178,8 @@ def test_sglangs_own_flags_say_how_many_drafts(steps, rows, expected):
         ("no_such_key: 1", "no_such_key"),
         ("draft_timeout: 0", "draft_timeout"),
         ("draft_timeout: '1'", "draft_timeout"),
+        ("flush_tokens: 0", "flush_tokens"),
+        ("max_drafts: -1", "max_drafts"),
         ("drafters: {ngram: 3}", "ngram"),
         ("}", "cannot be read"),
     ],
@@ -197,6 +210,9 @@ def test_request_options():
     assert request_options(None, names).max_drafts is None
     assert request_options({"outrider": {"max_drafts": 3}}, names).max_drafts == 3
     assert request_options({"outrider": {"drafter": "none"}}, names).drafter == "none"
+    assert request_options({"outrider": {"explain": True}}, names).explain
+    with pytest.raises(ValueError, match="does not report acceptance"):
+        request_options({"outrider": {"explain": True}}, names, reports=False)
     for wrong in ({"max_drafts": -1}, {"max_drafts": True}, {"drafter": "model"}, {"k": 1}, [], 1):
         with pytest.raises(ValueError, match=r"custom_params\.outrider"):
             request_options({"outrider": wrong}, names)

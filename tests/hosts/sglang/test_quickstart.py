@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -11,7 +12,11 @@ from pathlib import Path
 
 import pytest
 import support_matrix
+import typer.main
 from server import Server, free_port
+
+from outrider.cli.main import app
+from pages import PAGES, commands
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "sglang.md").read_text()
@@ -81,6 +86,25 @@ def test_the_profile_on_the_page_is_valid(tmp_path):
     path = tmp_path / "profile.yaml"
     path.write_text(content)
     assert load_profile(str(path)).drafter == "model"
+
+
+def test_flags_on_all_pages_are_sglangs():
+    """What follows `outrider serve` or `outrider tune` on any page is our option or SGLang's."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    ours = {
+        name
+        for command in map(typer.main.get_command(app).commands.get, ("serve", "tune"))
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+    for page in PAGES:
+        for name, *words in filter(None, commands(page.read_text())):
+            if name in ("serve", "tune"):
+                options = {word.partition("=")[0] for word in words if word.startswith("--")}
+                assert options - ours <= set(parser._option_string_actions), page
 
 
 @pytest.mark.parametrize("profile", ["no/such/file.yaml", None])

@@ -7,8 +7,10 @@ SGLang finds `register` by its entry point, `sglang.srt.plugins`. Read in this o
 * `profile`: what a user can set, for the server and for a request
 * `worker`: the loop, in the shape of SGLang's speculative workers
 * `roster`, `drafting`: SGLang's requests as drafters see them, and the server's drafters
+* `flush`, `explain`: streams in chunks of a fixed size; what each step did, for those who ask
 * `rows`: a verify pass as a decode batch with one row for each token; the host's own sampler
 * `draft_model`: the draft in SGLang's own `TpModelWorker`
+* `metrics`, `tracing`: what it tells of itself, as Prometheus counters and OpenTelemetry spans
 * `attention`, `attention_triton`: the attention backend `outrider`
 * `cpu`: what SGLang lacks on CPU
 * `rocm`: a repair of SGLang's own speculation on ROCm, for those who ask for it

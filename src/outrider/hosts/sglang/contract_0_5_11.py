@@ -26,6 +26,9 @@ HOOKS: dict[str, str] = {
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         "self meta_info recv_obj i"
     ),
+    "managers.tokenizer_manager.TokenizerManager._handle_batch_output": "self recv_obj",
+    "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
+    ".stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
@@ -59,6 +62,8 @@ CALLS: dict[str, str] = {
         "positions"
     ),
     "layers.sampler.multinomial_with_seed": "logprobs seed positions",
+    "managers.schedule_batch.FINISH_MATCHED_STR": "matched",
+    "managers.schedule_batch.FINISHED_MATCHED_REGEX": "matched",
     "managers.schedule_batch.Req.check_finished": "self new_accepted_len",
     "managers.schedule_batch.Req.finished": "self",
     "managers.schedule_batch.Req.update_spec_acceptance_histogram": "self accepted_draft_tokens",
@@ -99,6 +104,7 @@ FIELDS: dict[str, str] = {
         "seq_lens_sum top_logprobs_nums token_ids_logprobs lora_ids sampling_info orig_seq_lens "
         "spec_info reqs"
     ),
+    "managers.tokenizer_manager.ReqState": "out_list obj",
     "managers.utils.GenerationBatchResult": (
         "logits_output next_token_ids num_accepted_drafts num_accepted_drafts_per_req_cpu "
         "can_run_cuda_graph accept_lens"
@@ -138,8 +144,13 @@ ATTRIBUTES: dict[str, str] = {
         "return_logprob top_logprobs_num token_ids_logprob output_token_logprobs_val "
         "output_token_logprobs_idx output_top_logprobs_val output_top_logprobs_idx "
         "output_token_ids_logprobs_val output_token_ids_logprobs_idx return_hidden_states "
-        "hidden_states require_reasoning req_pool_idx extra_key"
+        "hidden_states require_reasoning req_pool_idx extra_key stream finished_output "
+        "finished_len output_ids_through_stop send_token_offset send_decode_id_offset "
+        "reasoning_tokens"
     ),
+    "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin": "server_args",
+    "managers.tokenizer_manager.TokenizerManager": "rid_to_state server_args",
+    "sampling.sampling_params.SamplingParams": "custom_params stop_strs stream_interval",
     "layers.linear.LinearBase": "quant_method",
     "layers.radix_attention.RadixAttention": (
         "tp_q_head_num qk_head_dim scaling layer_id logit_cap sliding_window_size attn_type "

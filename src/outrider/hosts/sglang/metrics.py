@@ -2,63 +2,151 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from outrider.control.cost import StepCost
 from outrider.core import Law, Outcome, Proposal
+
+PREFIX = "outrider:"
+
+COUNTERS: dict[str, tuple[str, ...]] = {
+    "verify_steps": ("Verify passes.",),
+    "verify_rows": ("Rows of verify passes: last tokens and drafts.",),
+    "tree_steps": ("Verify passes in which drafts branched.",),
+    "emitted_tokens": ("Tokens emitted by verify passes.",),
+    "request_steps": ("Requests of verify passes, by who drafted; none if nobody.", "drafter"),
+    "draft_tokens": ("Draft tokens proposed.", "drafter"),
+    "accepted_draft_tokens": ("Draft tokens emitted.", "drafter"),
+    "proposed_at": ("Requests of verify passes with a draft at this position.", "position"),
+    "accepted_at": ("Accepted drafts by position in the block.", "position"),
+    "fallbacks": ("Requests that a step served without drafts, by reason.", "reason"),
+    "step_seconds": ("Time of decode steps, by part, as the host's clock saw it.", "part"),
+    "compared_seconds": ("Time of decode steps of which a plain step's time is known.",),
+    "plain_seconds": ("Time that plain steps would have taken for the tokens of those steps.",),
+}
+"""Each counter: what it counts, and its own label if it has one. `_total` is added to its name."""
+
+HISTOGRAM = "request_drafts"
+"""How many drafts a request had in a step."""
+
+BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+
+FROM_THE_START: dict[str, tuple[str, ...]] = {
+    "request_steps": ("none",),
+    "fallbacks": ("error", "timeout", "garbage", "resting", "prefill", "grammar"),
+    "step_seconds": ("scheduler", "draft_forward", "draft", "forward", "verify", "host"),
+}
+"""Series that are there at 0 before they count: what a series begins with, a rate does not see."""
+
+ENOUGH, WINDOW = 4, 32
+"""Plain steps of so many requests before their mean is believed; about as many make the mean."""
 
 
 class Metrics:
-    """Counts what speculation did. SGLang's `/metrics` shows it, with `--enable-metrics`."""
+    """Counts what speculation did. SGLang's `/metrics` shows it, with `--enable-metrics`.
 
-    def __init__(self, labels: Mapping[str, str]) -> None:
+    labels: of all series
+    control: what the adaptive drafter knows of the time of passes, if there is one
+    """
+
+    def __init__(self, labels: Mapping[str, str], control: StepCost | None = None) -> None:
         # after SGLang has said where the processes share their counters
         from prometheus_client import Counter as Metric
+        from prometheus_client import Histogram
 
         self._labels = dict(labels)
-
-        def metric(name: str, text: str, *more: str) -> Any:
-            return Metric(f"outrider:{name}", text, [*self._labels, *more])
-
-        self._steps = metric("verify_steps", "Verify passes.")
-        self._rows = metric("verify_rows", "Rows of verify passes: last tokens and drafts.")
-        self._trees = metric("tree_steps", "Verify passes in which drafts branched.")
-        self._emitted = metric("emitted_tokens", "Tokens emitted by verify passes.")
-        self._drafts = metric("draft_tokens", "Draft tokens proposed.", "drafter")
-        self._accepted = metric("accepted_draft_tokens", "Draft tokens emitted.", "drafter")
-        self._at = metric("accepted_at", "Accepted drafts by position in the block.", "position")
-        self._fallbacks = metric(
-            "fallbacks", "Requests that a step served without drafts, by reason.", "reason"
+        self._counters: dict[str, Any] = {
+            name: Metric(PREFIX + name, text, [*self._labels, *own])
+            for name, (text, *own) in COUNTERS.items()
+        }
+        self._series: dict[tuple[str, str], Any] = {}
+        histogram = Histogram(
+            PREFIX + HISTOGRAM, "Drafts of a request in a step.", [*self._labels], buckets=BUCKETS
         )
-        self._seconds = metric(
-            "step_seconds", "Time of decode steps, by part, as the host's clock saw it.", "part"
-        )
+        self._drafts = histogram.labels(**self._labels)
         self._told: Counter[str] = Counter()
+        self._control = control
+        self._plain: dict[int, tuple[int, float]] = {}  # plain steps and their mean, by requests
+        for name, (_, *own) in COUNTERS.items():
+            for of in FROM_THE_START.get(name, () if own else ("",)):
+                self._add(name, 0, of)
 
     def record(
         self, outcomes: Sequence[Outcome], proposal: Proposal[Law], drafters: Sequence[str]
     ) -> None:
-        """Count one step. drafters: who drafted for each request."""
-        self._steps.labels(**self._labels).inc()
-        self._rows.labels(**self._labels).inc(proposal.num_rows)
-        self._trees.labels(**self._labels).inc(not proposal.is_chain)
-        self._emitted.labels(**self._labels).inc(sum(len(o.tokens) for o in outcomes))
-        for outcome, drafter in zip(outcomes, drafters, strict=True):
-            if outcome.num_drafts:
-                own = {**self._labels, "drafter": drafter}
-                self._drafts.labels(**own).inc(outcome.num_drafts)
-                self._accepted.labels(**own).inc(outcome.num_accepted_drafts)
-            for position in range(1, outcome.num_accepted_drafts + 1):
-                self._at.labels(**self._labels, position=str(position)).inc()
+        """Count one step. drafters: who drafted for each request, if somebody did."""
+        self._add("verify_steps", 1)
+        self._add("verify_rows", proposal.num_rows)
+        self._add("tree_steps", not proposal.is_chain)
+        self._add("emitted_tokens", sum(len(outcome.tokens) for outcome in outcomes))
+        found: defaultdict[str, Counter[Any]] = defaultdict(Counter)
+        starts, depths = proposal.starts, proposal.depths
+        for r, (outcome, drafter) in enumerate(zip(outcomes, drafters, strict=True)):
+            drafts, accepted = outcome.num_drafts, outcome.num_accepted_drafts
+            self._drafts.observe(drafts)
+            found["request_steps"][drafter if drafts else "none"] += 1
+            if drafts:
+                found["draft_tokens"][drafter] += drafts
+                found["accepted_draft_tokens"][drafter] += accepted
+                # several drafts of a tree stand at one position, and one of them can be accepted
+                found["proposed_at"][max(depths[starts[r] : starts[r + 1]])] += 1
+                found["accepted_at"][accepted] += 1
+        deepest = max(depths, default=0)
+        for name in ("proposed_at", "accepted_at"):
+            found[name] = _at_least(found[name], deepest)
+        for name, counts in found.items():
+            for of, count in counts.items():
+                self._add(name, count, str(of))
 
-    def times(self, parts: Mapping[str, float]) -> None:
-        """Count the seconds of one step, by part."""
+    def times(self, parts: Mapping[str, float], outcomes: Sequence[Outcome]) -> None:
+        """Count the seconds of one step, by part, beside what plain steps would have taken."""
         for part, seconds in parts.items():
-            self._seconds.labels(**self._labels, part=part).inc(seconds)
+            self._add("step_seconds", seconds, part)
+        spent, batch = sum(parts.values()), len(outcomes)
+        if not any(outcome.num_drafts for outcome in outcomes):
+            seen, mean = self._plain.get(batch, (0, 0.0))
+            own = spent - parts.get("draft", 0.0) - parts.get("draft_forward", 0.0)
+            # a plain mean: the sums that it is compared with have their slow steps too
+            self._plain[batch] = seen + 1, mean + (own - mean) / min(seen + 1, WINDOW)
+        plain = self._plain_step(outcomes, parts.get("scheduler", 0.0))
+        if plain is not None:
+            tokens = sum(len(outcome.tokens) for outcome in outcomes)
+            self._add("compared_seconds", spent)
+            self._add("plain_seconds", plain * tokens / batch)
 
     def fallbacks(self, totals: Mapping[str, int]) -> None:
         """Count what is new in these totals, by reason."""
         for reason, total in totals.items():
-            self._fallbacks.labels(**self._labels, reason=reason).inc(total - self._told[reason])
+            self._add("fallbacks", total - self._told[reason], reason)
             self._told[reason] = total
+
+    def _plain_step(self, outcomes: Sequence[Outcome], scheduler: float) -> float | None:
+        """Return how long a step without drafts takes; None if nobody has measured it.
+
+        The best witnesses are steps of as many requests that had no drafts. Without them, control's
+        estimate stands in; of the scheduler's time, which it does not see, this step's is taken.
+        """
+        batch = len(outcomes)
+        seen, mean = self._plain.get(batch, (0, 0.0))
+        if seen >= ENOUGH:
+            return mean
+        if self._control is not None and self._control.verify.has_seen(batch):
+            context = sum(outcome.request.length for outcome in outcomes)
+            return float(self._control.table(batch, context)[-1]) + scheduler
+        return None
+
+    def _add(self, name: str, amount: float, of: str = "") -> None:
+        """Add to a counter. of: the value of its own label"""
+        if (name, of) not in self._series:
+            _, *own = COUNTERS[name]
+            labels = {**self._labels, **dict.fromkeys(own, of)}
+            self._series[name, of] = self._counters[name].labels(**labels)
+        self._series[name, of].inc(amount)
+
+
+def _at_least(counts: Mapping[int, int], most: int) -> Counter[int]:
+    """Return, for each of 1, 2, ..., most, how many are as large or larger."""
+    values = range(1, most + 1)
+    return Counter({v: sum(n for value, n in counts.items() if value >= v) for v in values})

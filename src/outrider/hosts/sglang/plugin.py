@@ -159,8 +159,8 @@ def _verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
     args = _current_args()
     if args is None or not _chosen(args):
         return
-    has_draft_model = args.speculative_draft_model_path is not None
-    request_options(self.custom_params, load_profile().names(has_draft_model))
+    profile, has_draft_model = load_profile(), args.speculative_draft_model_path is not None
+    request_options(self.custom_params, profile.names(has_draft_model), profile.report_acceptance)
     if self.min_p > 0 and args.enable_deterministic_inference:
         raise ValueError(
             "min_p with --enable-deterministic-inference: SGLang's seeded sampler does not have it"
@@ -170,13 +170,51 @@ def _verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
 def _spec_decoding_metrics(
     result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int
 ) -> None:
-    """Correct what SGLang computes as if every step drafted K tokens."""
-    if not _chosen(self.server_args) or "spec_proposed_drafts" not in meta_info:
+    """Correct what SGLang computes as if every step drafted K tokens, or take it away."""
+    if not _chosen(self.server_args):
+        return
+    if not load_profile().report_acceptance:
+        for name in [name for name in meta_info if name.startswith("spec_")]:
+            del meta_info[name]
         return
     accepted = recv_obj.spec_accepted_drafts[i]
-    proposed = getattr(accepted, "proposed", 0)
-    meta_info["spec_proposed_drafts"] = proposed
-    meta_info["spec_accept_rate"] = int(accepted) / proposed if proposed else 0.0
+    if "spec_proposed_drafts" in meta_info:
+        proposed = getattr(accepted, "proposed", 0)
+        meta_info["spec_proposed_drafts"] = proposed
+        meta_info["spec_accept_rate"] = int(accepted) / proposed if proposed else 0.0
+    if steps := getattr(accepted, "steps", None):
+        meta_info["outrider_steps"] = steps
+
+
+def _flush_tokens(server_args: Any) -> int | None:
+    return load_profile().flush_tokens if _chosen(server_args) else None
+
+
+def _stream_output(
+    original: Callable[..., Any],
+    self: Any,
+    reqs: list[Any],
+    return_logprob: bool,
+    skip_req: Any = None,
+    is_idle_batch: bool = False,
+) -> Any:
+    size = _flush_tokens(self.server_args)
+    if size is None:
+        return original(self, reqs, return_logprob, skip_req, is_idle_batch)
+    from outrider.hosts.sglang.flush import send_chunks
+
+    told = [req for req in reqs if req is not skip_req]
+    left = send_chunks(lambda ready: original(self, ready, return_logprob), told, size)
+    # SGLang says how busy it is after every step, even if it has nothing else to say
+    return original(self, left, return_logprob, None, is_idle_batch or bool(reqs))
+
+
+def _handle_batch_output(original: Callable[..., Any], self: Any, recv_obj: Any) -> Any:
+    if _flush_tokens(self.server_args) is None:
+        return original(self, recv_obj)
+    from outrider.hosts.sglang.flush import one_by_one
+
+    return one_by_one(original, self, recv_obj)
 
 
 def _init_kv_copy(original: Callable[..., Any], self: Any) -> Any:
@@ -227,6 +265,12 @@ _HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         _spec_decoding_metrics,
         "AFTER",
+    ),
+    "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
+    ".stream_output_generation": (_stream_output, "AROUND"),
+    "managers.tokenizer_manager.TokenizerManager._handle_batch_output": (
+        _handle_batch_output,
+        "AROUND",
     ),
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (_init_kv_copy, "AROUND"),
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": (

@@ -1,6 +1,7 @@
 """What a user can set: one YAML file for the server, a few words in a request.
 
-What SGLang has a flag for stays there: the draft model, and K (`--speculative-num-steps`).
+What SGLang has a flag for stays there: the draft model, and the most drafts in a step
+(`--speculative-num-steps`).
 """
 
 from __future__ import annotations
@@ -50,16 +51,26 @@ class Profile(_Strict):
     drafter: who drafts, unless a request says otherwise; by default `model` if there is a draft
         model, else `ngram`; `adaptive` chooses among them, and may choose plain decoding
     drafters: options for drafters, by name. A request may choose among these and the default.
+    max_drafts: the most drafts in a step for requests that do not say; also the server's limit, if
+        `--speculative-num-steps` does not set one
     draft_bits: 4 or 8: the draft model reads a copy of its weights in so few bits, where that is
         faster. On CPU; elsewhere load a quantized draft model.
     draft_timeout: seconds after which a step goes on without drafts. It does not bound a draft
         model, which runs where the target runs.
+    report_acceptance: whether answers say how many drafts of a request were accepted
+    flush_tokens: streamed answers come in chunks of exactly so many tokens, the last one apart;
+        without it, in what each step gave
+    tracing: whether each step is sent as an OpenTelemetry span, as the variables OTEL_* say
     """
 
     drafter: Optional[str] = None  # noqa: UP045 - pydantic reads this at run time, on 3.10 too
     drafters: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    max_drafts: Optional[int] = Field(default=None, ge=0)  # noqa: UP045
     draft_bits: Optional[Literal[4, 8]] = None  # noqa: UP045
     draft_timeout: float = Field(default=1.0, gt=0)
+    report_acceptance: bool = True
+    flush_tokens: Optional[int] = Field(default=None, ge=1)  # noqa: UP045
+    tracing: bool = False
 
     def default_drafter(self, has_draft_model: bool) -> str:
         """Return who drafts if a request does not say."""
@@ -77,10 +88,12 @@ class RequestOptions(_Strict):
 
     max_drafts: at most so many drafts in a step; 0 is plain decoding
     drafter: who drafts
+    explain: whether `meta_info["outrider_steps"]` lists what each decode step did
     """
 
     max_drafts: Optional[int] = Field(default=None, ge=0)  # noqa: UP045
     drafter: Optional[str] = None  # noqa: UP045
+    explain: bool = False
 
 
 def load_profile(path: str | None = None) -> Profile:
@@ -110,10 +123,13 @@ def repair_wanted() -> bool:
     return bool(wanted)
 
 
-def request_options(custom_params: Any, drafters: list[str]) -> RequestOptions:
+def request_options(
+    custom_params: Any, drafters: list[str], reports: bool = True
+) -> RequestOptions:
     """Return what the request asks of Outrider. Raises ValueError if it cannot be had.
 
     drafters: those that the server has
+    reports: whether the server says what was accepted
     """
     if not isinstance(custom_params, dict) or REQUEST_KEY not in custom_params:
         return RequestOptions()
@@ -125,6 +141,10 @@ def request_options(custom_params: Any, drafters: list[str]) -> RequestOptions:
         raise ValueError(
             f"custom_params.{REQUEST_KEY}.drafter: {options.drafter!r:.80} is not among this "
             f"server's drafters: {', '.join(drafters)}"
+        )
+    if options.explain and not reports:
+        raise ValueError(
+            f"custom_params.{REQUEST_KEY}.explain: this server does not report acceptance"
         )
     return options
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.core import Request, SamplingParams
 from outrider.hosts.sglang.drafting import Drafters
@@ -20,6 +20,7 @@ class LiveRequest(Request):
     req: the host's own
     drafter: who drafts for it
     max_drafts: the most drafts in a step
+    explain: whether it asks what each step did
     tenant: whose texts it may share: those with its `cache_salt` or `extra_key`, as in SGLang's own
         prefix cache
     """
@@ -27,7 +28,16 @@ class LiveRequest(Request):
     req: Any = None
     drafter: str = "none"
     max_drafts: int = 0
+    explain: bool = False
     tenant: str = ""
+
+
+class Wishes(NamedTuple):
+    """What a request asks for, with the server's defaults: see `RequestOptions`."""
+
+    drafter: str
+    max_drafts: int
+    explain: bool
 
 
 class Roster:
@@ -35,15 +45,22 @@ class Roster:
 
     names: the drafters that a request may choose
     default: the one that drafts if it does not
+    usual: how many drafts it may have in a step if it does not say; by default as many as any may
     """
 
     def __init__(
-        self, drafters: Drafters, names: list[str], default: str, server_args: Any
+        self,
+        drafters: Drafters,
+        names: list[str],
+        default: str,
+        server_args: Any,
+        usual: int | None = None,
     ) -> None:
         self._drafters = drafters
         self._names = names
         self._default = default
         self._most = server_args.speculative_num_steps
+        self._usual = self._most if usual is None else usual
         self._has_seeds = server_args.enable_deterministic_inference
         self._live: dict[str, LiveRequest] = {}
         self._ids = count()
@@ -66,17 +83,18 @@ class Roster:
         if gone:
             self._drafters.router.stop(gone)
 
-    def wishes(self, req: Any) -> tuple[str, int]:
-        """Return who drafts for a request, and how many drafts it may have in a step."""
+    def wishes(self, req: Any) -> Wishes:
+        """Return what a request asks for."""
         try:
             options = request_options(req.sampling_params.custom_params, self._names)
         except ValueError:  # the tokenizer's process has refused it; whoever passed it by: K = 0
-            return self._default, 0
-        most = self._most if options.max_drafts is None else min(self._most, options.max_drafts)
-        return options.drafter or self._default, most
+            return Wishes(self._default, 0, explain=False)
+        asked = options.max_drafts
+        most = self._usual if asked is None else min(self._most, asked)
+        return Wishes(options.drafter or self._default, most, options.explain)
 
     def _welcome(self, req: Any) -> LiveRequest:
-        drafter, most = self.wishes(req)
+        drafter, most, explain = self.wishes(req)
         if req.grammar is not None and not can_roll_back(req.grammar):
             self._drafters.fallbacks["grammar"] += 1
             most = 0
@@ -90,6 +108,7 @@ class Roster:
             req=req,
             drafter=drafter,
             max_drafts=most,
+            explain=explain,
             tenant=req.extra_key or "",
         )
         return live

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from outrider.core import Unsupported
+from outrider.hosts.sglang import tracing
 from outrider.hosts.sglang.profile import (
     MODEL,
     REPAIR_VARIABLE,
@@ -18,7 +19,7 @@ from outrider.hosts.sglang.profile import (
 logger = logging.getLogger(__name__)
 
 DEFAULT_DRAFTS = 4
-"""K if neither --speculative-num-steps nor --speculative-num-draft-tokens says."""
+"""K if neither --speculative-num-steps, --speculative-num-draft-tokens nor the profile says."""
 
 REPAIRED = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH")
 """SGLang's own algorithms that take the most likely token on ROCm, whatever the temperature."""
@@ -69,13 +70,28 @@ def apply(server_args: Any) -> None:
             fix="on a GPU load a quantized draft model: SGLang runs it with kernels made for it",
         )
 
+    if profile.tracing:
+        tracing.check_installed()
+
     steps, rows = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
     if steps is None:
-        steps = DEFAULT_DRAFTS if rows is None else rows - 1
+        usual = DEFAULT_DRAFTS if profile.max_drafts is None else profile.max_drafts
+        steps = usual if rows is None else rows - 1
     if steps < 0 or rows not in (None, steps + 1):
         raise Unsupported(
             f"--speculative-num-steps {steps} with --speculative-num-draft-tokens {rows}",
             fix="K drafts and the last token make K + 1 rows: give one of the two",
+        )
+    if profile.max_drafts is not None and profile.max_drafts > steps:
+        raise Unsupported(
+            f"the profile's max_drafts {profile.max_drafts} with --speculative-num-steps {steps}",
+            fix="leave the flag out, or give it the most that any request may have",
+        )
+    if profile.flush_tokens is not None and profile.flush_tokens <= steps:
+        logger.warning(
+            "flush_tokens %d: a step may give %d tokens, and several chunks at once show it",
+            profile.flush_tokens,
+            steps + 1,
         )
     server_args.speculative_num_steps = steps
     server_args.speculative_num_draft_tokens = steps + 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,10 +29,12 @@ from outrider.core import (
 )
 from outrider.hosts.sglang.attention import OutriderAttention
 from outrider.hosts.sglang.drafting import Drafters, make_draft_model
+from outrider.hosts.sglang.explain import step_record
 from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.profile import USES_MODEL, load_profile
 from outrider.hosts.sglang.roster import LiveRequest, Roster
 from outrider.hosts.sglang.rows import Block, Penalties, decode_rows, sample, verify_batch
+from outrider.hosts.sglang.tracing import StepClock, Tracer
 from outrider.kernels.sample_match import DeviceCoins
 
 logger = logging.getLogger(__name__)
@@ -52,32 +53,19 @@ class _Accepted(int):
     """SGLang's count of a request's accepted drafts, which also knows how many were proposed.
 
     SGLang reckons the latter as K for every step, in another process; see the plugin's hook.
+
+    steps: what each step did, of a request that asked and has ended: no sooner, for SGLang sends
+        this with every chunk of a stream
     """
 
     proposed: int = 0
+    steps: Sequence[dict[str, Any]] = ()
 
     def plus(self, accepted: int, proposed: int) -> _Accepted:
         """Return the count after one more step."""
         total = _Accepted(self + accepted)
         total.proposed = self.proposed + proposed
         return total
-
-
-class _Clock:
-    """Splits a step's time into parts. On a GPU, a part is charged for what it waits for.
-
-    since: when the step before ended, if nothing else came between: the scheduler's share
-    """
-
-    def __init__(self, since: float | None) -> None:
-        self.parts: defaultdict[str, float] = defaultdict(float)
-        self.last = time.perf_counter() if since is None else since
-
-    def lap(self, part: str, less: float = 0.0) -> None:
-        """Charge the time since the last lap to this part, less what was charged elsewhere."""
-        now = time.perf_counter()
-        self.parts[part] += now - self.last - less
-        self.last = now
 
 
 class OutriderWorker:
@@ -127,14 +115,16 @@ class OutriderWorker:
         self._drafters = Drafters.make(
             profile, names, vocab_size, model, clock=self._clock(), knots=_graph_sizes(runner)
         )
-        self._roster = Roster(self._drafters, names, default, server_args)
+        self._roster = Roster(self._drafters, names, default, server_args, profile.max_drafts)
         self._penalties = Penalties()
         self._coins = DeviceCoins()
         self._step_ended: float | None = None
+        labels = {"model_name": server_args.served_model_name, "dp_rank": str(dp_rank or 0)}
         self._metrics: Metrics | None = None
         if server_args.enable_metrics and tp_rank == 0:
-            labels = {"model_name": server_args.served_model_name, "dp_rank": str(dp_rank or 0)}
-            self._metrics = Metrics(labels)
+            control = self._drafters.control
+            self._metrics = Metrics(labels, None if control is None else control.cost)
+        self._tracer = Tracer(labels) if profile.tracing and tp_rank == 0 else None
 
     # -- what the scheduler calls
 
@@ -176,7 +166,7 @@ class OutriderWorker:
         if model is None or int(plain.seq_lens_cpu.max()) > model.max_length:
             return
         wishes = [self._roster.wishes(req) for req in plain.reqs]
-        if not any(name in USES_MODEL and most for name, most in wishes):
+        if not any(wish.drafter in USES_MODEL and wish.max_drafts for wish in wishes):
             return
         try:
             model.prefill(plain)
@@ -188,7 +178,7 @@ class OutriderWorker:
     # -- decode: the four verbs
 
     def _decode(self, batch: Any) -> GenerationBatchResult:
-        clock = _Clock(self._step_ended)
+        clock = StepClock(self._step_ended)
         clock.lap("scheduler")
         requests = self._roster.call(batch.reqs)
         self._penalties.catch_up(batch)
@@ -215,10 +205,13 @@ class OutriderWorker:
 
         self._commit(batch, block, outcomes)
         self._attach(requests, outcomes, proposal, output)
-        self._finish_step(batch.reqs, outcomes, proposal)
+        drafters = self._finish_step(batch.reqs, outcomes, proposal)
+        self._explain(requests, outcomes, proposal, drafters)
         clock.lap("host")
         if self._metrics is not None:
-            self._metrics.times(clock.parts)
+            self._metrics.times(clock.parts, outcomes)
+        if self._tracer is not None:
+            self._tracer.step(clock, outcomes, proposal, drafters)
         self._step_ended = clock.last if self._roster else None
         accepted = [outcome.num_accepted_drafts for outcome in outcomes]
         return GenerationBatchResult(
@@ -230,7 +223,7 @@ class OutriderWorker:
             accept_lens=torch.tensor(accepted),
         )
 
-    def _charge_draft(self, clock: _Clock) -> None:
+    def _charge_draft(self, clock: StepClock) -> None:
         """Charge a proposal's time to the draft model's passes and to what is around them."""
         model, passes = self._drafters.model, 0.0
         if model is not None:
@@ -420,8 +413,11 @@ class OutriderWorker:
 
     def _finish_step(
         self, reqs: Sequence[Any], outcomes: Sequence[Outcome], proposal: Proposal[Law]
-    ) -> None:
-        """Tell the drafters and the counters; extend the requests; forget those that ended."""
+    ) -> list[str]:
+        """Tell the drafters and the counters; extend the requests; forget those that ended.
+
+        Returns who drafted for each of them.
+        """
         names = [self._drafters.who(outcome.request) for outcome in outcomes]
         self._drafters.router.observe(outcomes)
         for outcome in outcomes:
@@ -430,6 +426,26 @@ class OutriderWorker:
         if self._metrics is not None:
             self._metrics.record(outcomes, proposal, names)
             self._metrics.fallbacks(self._drafters.totals())
+        return names
+
+    def _explain(
+        self,
+        requests: Sequence[LiveRequest],
+        outcomes: Sequence[Outcome],
+        proposal: Proposal[Law],
+        drafters: Sequence[str],
+    ) -> None:
+        """Note what the step did to each request that asks, and tell it when it ends."""
+        if not any(request.explain for request in requests):
+            return
+        drafts = proposal.drafts()
+        for request, outcome, draft, name in zip(requests, outcomes, drafts, drafters, strict=True):
+            if request.explain:
+                req = request.req  # it keeps the notes: it may be retracted, and come again
+                req.outrider_steps = getattr(req, "outrider_steps", [])
+                req.outrider_steps.append(step_record(outcome, draft, name))
+                if req.finished():
+                    req.spec_accepted_drafts.steps = req.outrider_steps
 
 
 def _append(req: Any, to: str, output: Any, source: str, rows: Sequence[int]) -> None:

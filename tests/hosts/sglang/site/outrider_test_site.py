@@ -1,10 +1,11 @@
-"""What the servers under test import: a custom logit processor, and drafters that misbehave."""
+"""What servers under test import: a custom logit processor, drafters and rules that misbehave."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import time
+from pathlib import Path
 
 import torch
 
@@ -106,3 +107,49 @@ def register_faults():
 
     target = "outrider.hosts.sglang.draft_model.SglangDraftModel._forward"
     HookRegistry.register(target, forward, HookType.AROUND)
+
+
+def register_rules():
+    """Verify as the file $OUTRIDER_TEST_RULE says, which a test may change while the server runs.
+
+    "lenient": a draft is kept if it is among the target's two best
+    "rounding": the logits of a pass with drafts are off by up to one spacing of bfloat16
+    """
+    path = os.environ.get("OUTRIDER_TEST_RULE")
+    if not path:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    coins = torch.Generator().manual_seed(0)
+    state = {"rule": "", "best": None}
+
+    def propose(original, *args):
+        proposal = original(*args)
+        state["rule"] = Path(path).read_text() if len(proposal.tokens) else ""
+        return proposal
+
+    def sample(original, runner, output, *args):
+        logits = output.next_token_logits
+        if state["rule"] == "rounding":
+            exponents = logits.float().abs().amax(-1, keepdim=True).log2().floor()
+            steps = torch.randint(-1, 2, logits.shape, generator=coins)
+            logits.copy_(logits.float() + steps * 2.0 ** (exponents - 7))
+        state["best"] = logits.topk(2, dim=-1).indices.tolist()
+        return original(runner, output, *args)
+
+    def match(original, y, proposal):
+        if state["rule"] == "lenient":
+            y = y.clone()
+            for row, token in zip(proposal.parent_rows, proposal.tokens.tolist(), strict=True):
+                if token in state["best"][row]:
+                    y[row] = token
+        state["rule"] = ""
+        return original(y, proposal)
+
+    worker = "outrider.hosts.sglang.worker"
+    for target, hook in (
+        ("OutriderWorker._propose", propose),
+        ("sample", sample),
+        ("match", match),
+    ):
+        HookRegistry.register(f"{worker}.{target}", hook, HookType.AROUND)

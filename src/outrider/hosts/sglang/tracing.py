@@ -1,0 +1,131 @@
+"""A step's time, part by part; and as OpenTelemetry spans, for those who ask for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outrider import __version__
+from outrider.core import Law, Outcome, Proposal, Unsupported
+
+logger = logging.getLogger(__name__)
+
+
+class StepClock:
+    """Splits a step's time into parts. On a GPU, a part is charged for what it waits for.
+
+    since: when the step before ended, if nothing else came between: the scheduler's share
+    parts: seconds, by part
+    laps: the same one after the other: part, begin, end; by `time.perf_counter`
+    """
+
+    def __init__(self, since: float | None) -> None:
+        self.parts: defaultdict[str, float] = defaultdict(float)
+        self.laps: list[tuple[str, float, float]] = []
+        self.last = time.perf_counter() if since is None else since
+
+    def lap(self, part: str, less: float = 0.0) -> None:
+        """Charge the time since the last lap to this part, less what was charged elsewhere."""
+        now = time.perf_counter()
+        self.parts[part] += now - self.last - less
+        self.laps.append((part, self.last, now))
+        self.last = now
+
+
+def check_installed() -> None:
+    """Raise Unsupported unless OpenTelemetry is here."""
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        fix = f"pip install 'outrider[otel]', or leave it out ({error})"
+        raise Unsupported("the profile's tracing without OpenTelemetry", fix=fix) from error
+
+
+class Tracer:
+    """Sends each step as a span, `outrider.step`, with a child for each lap of its clock.
+
+    Where to, and how many of them, is said by OpenTelemetry's own variables (OTEL_*). A thread of
+    OpenTelemetry's sends them by OTLP over HTTP; what it cannot send, it drops. Other tracing in
+    this process, SGLang's own included, is left alone.
+
+    labels: of all spans
+    """
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        from opentelemetry import trace
+        from opentelemetry.context import Context
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        own = {f"outrider.{name}": value for name, value in labels.items()}
+        provider = TracerProvider(resource=Resource.create(own))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._tracer: Any = provider.get_tracer("outrider", __version__)
+        self._nothing, self._inside = Context(), trace.set_span_in_context
+
+    def step(
+        self,
+        clock: StepClock,
+        outcomes: Sequence[Outcome],
+        proposal: Proposal[Law],
+        drafters: Sequence[str],
+    ) -> None:
+        """Hand one step over to be sent. A fault ends the tracing, and nothing else.
+
+        drafters: who drafted for each request, if somebody did
+        """
+        if self._tracer is None:
+            return
+        try:
+            self._spans(clock, outcomes, proposal, drafters)
+        except Exception as error:
+            self._tracer = None
+            logger.warning("tracing ends: %s", error)
+
+    def _spans(
+        self,
+        clock: StepClock,
+        outcomes: Sequence[Outcome],
+        proposal: Proposal[Law],
+        drafters: Sequence[str],
+    ) -> None:
+        # spans are dated, laps are not; a step is too short for the two clocks to part
+        shift = time.time_ns() - time.perf_counter_ns()
+
+        def date(seconds: float) -> int:
+            return shift + int(seconds * 1e9)
+
+        used = {name for name, drafts in zip(drafters, proposal.num_drafts, strict=True) if drafts}
+        facts = {
+            "requests": proposal.batch_size,
+            "rows": proposal.num_rows,
+            "drafts": sum(proposal.num_drafts),
+            "accepted": sum(outcome.num_accepted_drafts for outcome in outcomes),
+            "emitted": sum(len(outcome.tokens) for outcome in outcomes),
+            "drafters": sorted(used),
+            "tree": not proposal.is_chain,
+        }
+        step = self._tracer.start_span(
+            "outrider.step",
+            context=self._nothing,
+            start_time=date(clock.laps[0][1]),
+            attributes={f"outrider.{name}": fact for name, fact in facts.items()},
+        )
+        if step.is_recording():
+            inside = self._inside(step, self._nothing)
+            for part, begin, end in clock.laps:
+                passes = clock.parts.get("draft_forward") if part == "draft" else None
+                lap = self._tracer.start_span(
+                    f"outrider.{part}",
+                    context=inside,
+                    start_time=date(begin),
+                    attributes={"outrider.draft_forward_seconds": passes} if passes else None,
+                )
+                lap.end(date(end))
+        step.end(date(clock.last))
