@@ -1,0 +1,117 @@
+"""The pages hold: their code runs and prints what they say, their commands and files exist."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from outrider.cli.main import app
+from pages import PAGES, ROOT, SHELL, blocks, commands, files
+
+COMMANDS = typer.main.get_command(app).commands
+
+
+def runs(block) -> bool:
+    """Whether a block is run here. SGLang's are run by tests/hosts/sglang/test_quickstart.py."""
+    if block.language in SHELL:
+        return block.mark.startswith("test")
+    skipped = block.mark.startswith("not run") or "import sglang" in block.body
+    return block.language == "python" and not skipped
+
+
+# README's code names models of the hub; test_readme.py runs it with others
+RUN = [p for p in PAGES if p.name != "README.md" and any(map(runs, blocks(p.read_text())))]
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    """From top to bottom, in a folder that looks like a checkout and may be written to."""
+    for name in ("src", "docs", "benchmarks", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    namespace = {"__name__": "__main__"}
+    for block in filter(runs, blocks(page.read_text())):
+        if block.language in SHELL:
+            shell(block)
+            continue
+        capsys.readouterr()
+        exec(compile(block.body, page.name, "exec"), namespace)
+        if block.prints is not None:
+            assert capsys.readouterr().out == block.prints
+
+
+def shell(block) -> None:
+    """Run a block of commands; the comment before it may say how it ends: `test: exit 1`."""
+    expected = int((re.search(r"exit (\d+)", block.mark) or [0, 0])[1])
+    body = re.sub(r"^\$ ", "", block.body, flags=re.MULTILINE)
+    done = subprocess.run(["bash", "-ec", body], capture_output=True, text=True)
+    assert done.returncode == expected, f"{body}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+def wrong(page: str) -> list[str]:
+    """Return what a page says of commands or options that do not exist."""
+    found = []
+    for words in commands(page):
+        if not words or words[0].startswith("-"):
+            continue
+        command = COMMANDS.get(words[0])
+        if command is None:
+            found.append(f"outrider {words[0]}")
+            continue
+        known = {"--help"} | {name for p in command.params for name in p.opts + p.secondary_opts}
+        others = command.context_settings.get("ignore_unknown_options")  # SGLang's, then
+        for word in words[1:]:
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in known and not others:
+                found.append(f"outrider {words[0]} {option}")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_files_exist(page):
+    text = page.read_text()
+    assert wrong(text) == []
+    assert [name for name in sorted(files(text)) if not (ROOT / name).exists()] == []
+
+
+def test_every_command_has_its_page():
+    said = {words[0] for page in PAGES for words in commands(page.read_text()) if words}
+    assert set(COMMANDS) <= said
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```bash\nexport A=1\noutrider dmeo --seed 1\n```",
+        "    ./scripts/setup && .venv/bin/outrider demo \\\n        --sed 3\n",
+        "see `outrider selftest --quik`",
+    ],
+)
+def test_twin_a_typo_is_seen(page):
+    assert len(wrong(page)) == 1
+    mended = page.replace("dmeo", "demo").replace("--sed", "--seed").replace("--quik", "--quick")
+    assert wrong(mended) == []
+
+
+def test_pictures_show_what_the_code_does():
+    """The same words and fates; if not, run `python scripts/make_pictures.py`."""
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "scripts" / "make_pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+
+    def said(svg: str) -> list[tuple[str, str]]:
+        return sorted(re.findall(r'class="([ne]-\w+)"|<text[^>]*>([^<]*)</text>', svg))
+
+    for name, make in pictures.PICTURES.items():
+        committed = (ROOT / "docs" / "img" / f"{name}.svg").read_text()
+        assert len(said(committed)) > 4
+        assert said(make()) == said(committed), name
