@@ -77,10 +77,11 @@ def wrong(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_and_files_exist(page):
+def test_what_a_page_names_exists(page):
     text = page.read_text()
     assert wrong(text) == []
     assert [name for name in sorted(files(text)) if not (ROOT / name).exists()] == []
+    assert re.findall(r"^[A-Z]+_[A-Z_]+$", text, re.MULTILINE) == []  # places left to fill
 
 
 def test_every_command_has_its_page():

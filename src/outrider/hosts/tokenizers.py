@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.core import Unsupported
+from outrider.errors import Unsupported
 
 
 def check_same_tokens(target: Any, draft: Any) -> None:
