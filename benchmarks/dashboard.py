@@ -230,7 +230,9 @@ def traffic(args: argparse.Namespace, server: Server, url: str) -> list[dict[str
             "dashboard_speed_up": estimate[0] if estimate else None,
         }
 
-    for clients in args.clients:  # prompts into the prefix cache, and the first steps done
+    # prompts into the prefix cache, read by the draft model too: it reads none of a plain request
+    server.ask_all([wish(ids, "model") for ids in asked], args.clients[-1])
+    for clients in args.clients:  # the first steps are slow
         server.ask_all([wish(ids, "plain") for ids in asked], clients)
     phases = [
         one(mode, clients)

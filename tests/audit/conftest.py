@@ -15,10 +15,10 @@ PROMPTS = [f"prompt {n}" for n in range(12)]
 @pytest.fixture
 def engines(monkeypatch):
     """Return the engines that names open: fill it."""
-    from outrider.audit import run
 
     known = {}
-    monkeypatch.setattr(run, "open_engine", lambda name: known[name])
+    for place in ("outrider.audit.run", "outrider.engines.base"):
+        monkeypatch.setattr(f"{place}.open_engine", lambda name: known[name])
     return known
 
 

@@ -117,6 +117,18 @@ def test_without_logprobs_a_difference_is_not_decided(audit):
     assert audit(Toy(tell=False), Toy(tell=False, drafts=False)).verdict == SAME
 
 
+def test_an_engine_that_refuses_logprobs_is_asked_without(audit):
+    plain = Toy(drafts=False)
+    result = audit(Toy(refuse=True), plain, samples=60)
+    assert {wish.logprobs for wish in plain.asked} == {5, 1}
+    assert result.verdict == SAME
+    assert result.law.tests
+    assert not result.greedy.drifts
+    result = audit(Toy(top_two, refuse=True))
+    assert result.verdict == OPEN
+    assert "cannot be judged" in result.headline
+
+
 def test_speculation_must_take_part(audit):
     result = audit(Toy(drafts=False))
     assert result.verdict == OPEN

@@ -154,11 +154,11 @@ def test_one_engine_alone(run, engines, tmp_path):
     assert done.exit_code == 2
     assert "name two engines" in " ".join(done.stderr.split())
 
-    assert module._both("transformers:m#mode=assisted,draft=d,dtype=float32") == (
+    assert module.both_modes("transformers:m#mode=assisted,draft=d,dtype=float32") == (
         "transformers:m#dtype=float32", "transformers:m#mode=assisted,draft=d,dtype=float32",
     )  # fmt: skip
     with pytest.raises(Unsupported, match="drafts nothing"):
-        module._both("transformers:m")
+        module.both_modes("transformers:m")
 
 
 # -- ended early

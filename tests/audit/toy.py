@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from outrider.engines import Answer, Counts, Token, Wish
+from outrider.errors import Unsupported
 
 WORDS = [" red", " green", " blue", " white", " black", " grey", " pink", " gold"]
 Row = list[float]
@@ -82,7 +83,8 @@ class Toy:
 
     noise: how far its logits may be off, after the first token
     grid: logits are rounded to multiples of it, as in half precision
-    fail: called with each wish's number before it is answered
+    fail: called before each wish with how many were answered
+    refuse: whether to refuse logprobs
     """
 
     rule: Rule = exact
@@ -91,6 +93,7 @@ class Toy:
     drafts: bool = True
     tell: bool = True
     fail: Callable[[int], None] = lambda n: None
+    refuse: bool = False
     spec: str = "toy"
     asked: list[Wish] = field(default_factory=list)
 
@@ -116,8 +119,11 @@ class Toy:
     def ask(self, wishes, concurrency=1, *, stream=False, rate=None, heard=None):
         answers = []
         for number, wish in enumerate(wishes):
-            self.fail(len(self.asked))
-            self.asked.append(wish)
+            if self.refuse and wish.logprobs is not None:
+                raise Unsupported("no logprobs here", fix="ask for none")
+            if wish.max_tokens > 1:  # an audit's first question only tries whether it may ask
+                self.fail(len(self.asked))
+                self.asked.append(wish)
             answers.append(self.answer(wish))
             if heard is not None:
                 heard(number, answers[-1])

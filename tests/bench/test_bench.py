@@ -210,7 +210,8 @@ TINY = "src/outrider/assets/tiny"
     ("arguments", "said"),
     [
         (["http://127.0.0.1:9"], "no server answers"),
-        (["transformers:nowhere"], "no model at"),
+        (["transformers:nowhere#drafter=ngram"], "no model at"),
+        (["transformers:nowhere"], "drafts nothing"),
         ([f"transformers:{TINY}/target", f"transformers:{TINY}/draft"], "different models"),
         ([f"transformers:{TINY}/target", f"transformers:{TINY}/target"], "--concurrency 1"),
         (["http://h", "--workload", "sonnets"], "choose from"),

@@ -350,8 +350,9 @@ def _plain(divergence: Divergence) -> dict[str, Any]:
     found = asdict(divergence)
     for side in ("plain", "speculative"):
         token: Token | None = getattr(divergence, side)
-        if token is not None:
-            found[side]["top"] = [list(pair) for pair in token.top]
+        if token is not None:  # JSON has no infinity
+            top = [(text, value if math.isfinite(value) else None) for text, value in token.top]
+            found[side]["top"] = [list(pair) for pair in top]
     return found
 
 

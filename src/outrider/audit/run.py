@@ -12,22 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from outrider.audit.law import LENGTH
 from outrider.audit.prompts import LAW_PROMPTS, read_prompts
 from outrider.audit.result import Agreement, Answers, Heard, Result, Settings, summary
-from outrider.engines import Answer, Counts, Engine, Wish, open_engine
+from outrider.engines import Answer, Counts, Engine, Wish, both_modes, open_engine
 from outrider.errors import Unsupported
+from outrider.report.console import INTERRUPTED, complain
 
 __all__ = ["audit", "run"]
 
 ALTERNATIVES = 5
 """Logprobs asked for at each place: what OpenAI's completions give at most."""
 
-INTERRUPTED = 130
 COLOURS = {0: "green", 1: "red", 2: "yellow"}
 Ticker = Callable[[str, int], Callable[[], None]]
 """Called with the name of a stage and its size; returns what is called after each answer."""
@@ -57,7 +56,7 @@ def run(
             raise Unsupported("chi-square without scipy", fix="pip install 'outrider[tools]'")
         asked = read_prompts(prompts)[:count] if isinstance(prompts, Path) else prompts
         law = read_prompts(law_prompts) if law_prompts else LAW_PROMPTS
-        names = (plain, speculative) if speculative else _both(plain)
+        names = (plain, speculative) if speculative else both_modes(plain)
         out.mkdir(parents=True, exist_ok=True)
         with _progress(console) as ticker:
             result = audit(names, asked, law, settings, ticker)
@@ -65,7 +64,7 @@ def run(
         console.print("[red]interrupted before the first answer[/]")
         raise SystemExit(INTERRUPTED) from None
     except (Unsupported, OSError) as error:
-        console.print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        complain(console, error)
         raise SystemExit(2) from error
     _write(result, out)
     if as_json:
@@ -77,26 +76,6 @@ def run(
         raise SystemExit(INTERRUPTED)
     if result.exit_code:
         raise SystemExit(result.exit_code)
-
-
-def _both(spec: str) -> tuple[str, str]:
-    """Return the names of the plain and the speculative engine, of one that can be both."""
-    where, _, given = spec.partition("#")
-    if where.startswith("transformers:"):
-        dtype = [part for part in given.split(",") if part.startswith("dtype=")]
-        plain = where + "".join(f"#{part}" for part in dtype)
-        if plain != spec:
-            return plain, spec
-        raise Unsupported(f"{spec} drafts nothing", fix="add #draft=MODEL, or name two engines")
-    with closing(open_engine(spec)) as engine:
-        algorithm = engine.facts().get("speculative_algorithm")
-    if algorithm != "OUTRIDER" or given.startswith("{"):
-        raise Unsupported(
-            f"{spec} cannot be asked to answer without drafts",
-            fix="name two engines: outrider audit PLAIN SPECULATIVE",
-        )
-    wishes = [part for part in given.split(",") if part and not part.startswith("max_drafts=")]
-    return f"{where}#{','.join([*wishes, 'max_drafts=0'])}", spec
 
 
 @contextmanager
@@ -165,18 +144,18 @@ def _stages(
 ) -> Iterator[tuple[Counts | None, str]]:
     """Ask in turn. Yields what speculation did in each stage, with the stage's name."""
     settings, heard = result.settings, result.heard
-    wishes = [
-        Wish(prompt, settings.chat, settings.max_tokens, logprobs=ALTERNATIVES)
-        for prompt in result.prompts
-    ]
+    wishes = [Wish(prompt, settings.chat, settings.max_tokens) for prompt in result.prompts]
     order = list(range(len(wishes)))
+    # before the long part: an engine that refuses shall say so now
+    told = {id(engine): _probe(engine, wishes[0]) for engine in (plain, speculative)}
     # the control asks the other way round: a prompt has other neighbours in its batch then
     for engine, numbers, answers, name in (
         (plain, order, heard.plain, "plain"),
         (speculative, order, heard.speculative, "speculative"),
         (plain, order[::-1], heard.plain_again, "plain again"),
     ):
-        yield _ask(engine, wishes, numbers, answers, settings, ticker(name, len(order))), name
+        asked = [replace(wish, logprobs=told[id(engine)]) for wish in wishes]
+        yield _ask(engine, asked, numbers, answers, settings, ticker(name, len(order))), name
     if not settings.samples or not result.law_prompts:
         return
     count = settings.samples * len(result.law_prompts)
@@ -194,12 +173,23 @@ def _stages(
                 settings.temperature,
                 settings.top_p,
                 seed,
-                logprobs=1,
+                logprobs=1 if told[id(engine)] else None,
             )
             for n, seed in enumerate(own)
         ]
         tick = ticker(name.replace("law_", "samples, "), count)
         yield _ask(engine, sampled, list(range(count)), answers, settings, tick), name
+
+
+def _probe(engine: Engine, wish: Wish) -> int | None:
+    """Return how many logprobs an engine tells; None if it refuses them. Or raise its refusal."""
+    one = replace(wish, max_tokens=1)
+    try:
+        engine.ask([replace(one, logprobs=ALTERNATIVES)])
+    except Unsupported:
+        engine.ask([one])
+        return None
+    return ALTERNATIVES
 
 
 def _ask(

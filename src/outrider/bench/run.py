@@ -69,17 +69,17 @@ def run(
 def prepare(
     specs: Sequence[str], workloads: Sequence[str], **settings: Any
 ) -> tuple[Result, list[Engine]]:
-    """Open the engines, read the texts. One Outrider server alone is compared with K = 0."""
+    """Open the engines, read the texts. One engine alone is compared with itself without drafts."""
     from outrider.bench.measure import Plan, workload
     from outrider.bench.result import Result
-    from outrider.engines import open_engine
+    from outrider.engines import both_modes, open_engine
     from outrider.report import provenance
 
     most = max([*settings["concurrency"], *(8 for _ in settings["rates"])], default=1)
     needed = most * max(1, settings["requests"])
     plan = Plan({name: workload(name, needed) for name in workloads}, **settings)
     if len(specs) == 1:
-        specs = [f"{specs[0].partition('#')[0]}#max_drafts=0", specs[0]]
+        specs = both_modes(specs[0])
     engines = [open_engine(spec) for spec in specs]
     if any(engine.spec.startswith("transformers:") for engine in engines) and plan.rates:
         raise Unsupported("--rate with a model in this process", fix="serve it, or leave it out")

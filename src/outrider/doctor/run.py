@@ -24,6 +24,7 @@ from outrider.doctor.server import Served, ask, check_server
 from outrider.doctor.tokens import check_tokens
 from outrider.errors import Unsupported
 from outrider.report import provenance
+from outrider.report.console import INTERRUPTED, complain
 
 __all__ = ["Report", "examine", "run", "show"]
 
@@ -88,10 +89,10 @@ def run(
         with console.status("looking at models and machine"):
             report = examine(target, draft, url, plan, memory_gib)
     except Unsupported as error:
-        console.print(f"{error.what}; {error.fix}", style="red", highlight=False, markup=False)
+        complain(console, error)
         raise SystemExit(2) from error
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n")
     else:

@@ -13,6 +13,6 @@
 Importing this package needs nothing but the standard library.
 """
 
-from outrider.engines.base import Answer, Counts, Engine, Token, Wish, open_engine
+from outrider.engines.base import Answer, Counts, Engine, Token, Wish, both_modes, open_engine
 
-__all__ = ["Answer", "Counts", "Engine", "Token", "Wish", "open_engine"]
+__all__ = ["Answer", "Counts", "Engine", "Token", "Wish", "both_modes", "open_engine"]

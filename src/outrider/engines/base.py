@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from outrider.errors import Unsupported
 
-__all__ = ["Answer", "Counts", "Engine", "Heard", "Token", "Wish", "open_engine"]
+__all__ = ["Answer", "Counts", "Engine", "Heard", "Token", "Wish", "both_modes", "open_engine"]
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,26 @@ def open_engine(spec: str) -> Engine:
         f"{spec!r:.200} names no engine",
         fix="use a server's address, http://host:port, or transformers:MODEL",
     )
+
+
+def both_modes(spec: str) -> tuple[str, str]:
+    """Return the names of the plain and the speculative engine, of one that can be both."""
+    where, _, given = spec.partition("#")
+    if where.startswith("transformers:"):
+        dtype = [part for part in given.split(",") if part.startswith("dtype=")]
+        plain = where + "".join(f"#{part}" for part in dtype)
+        if plain != spec:
+            return plain, spec
+        raise Unsupported(f"{spec} drafts nothing", fix="add #draft=MODEL, or name two engines")
+    with closing(open_engine(spec)) as engine:
+        algorithm = engine.facts().get("speculative_algorithm")
+    if algorithm != "OUTRIDER" or given.startswith("{"):
+        raise Unsupported(
+            f"{spec} cannot be asked to answer without drafts",
+            fix="name two engines, the plain one first",
+        )
+    wishes = [part for part in given.split(",") if part and not part.startswith("max_drafts=")]
+    return f"{where}#{','.join([*wishes, 'max_drafts=0'])}", spec
 
 
 def _body(spec: str, given: str) -> dict[str, Any]:

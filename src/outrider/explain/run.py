@@ -14,10 +14,9 @@ from outrider.errors import Unsupported
 from outrider.explain.recording import Decode, OnTokens, Recording, Wishes
 from outrider.explain.terminal import show
 from outrider.explain.walk import Walk, make_walk
+from outrider.report.console import INTERRUPTED, complain
 
 __all__ = ["run"]
-
-INTERRUPTED = 130
 
 
 def run(
@@ -42,7 +41,7 @@ def run(
         console.print("[red]interrupted before the first step[/]")
         raise SystemExit(INTERRUPTED) from None
     except (Unsupported, OSError) as error:
-        console.print(f"[red]{_escaped(error)}[/]", highlight=False)
+        complain(console, error)
         raise SystemExit(2) from error
     text = json.dumps(walk.as_json(), indent=1, ensure_ascii=False)
     if as_json:
@@ -59,10 +58,6 @@ def run(
         raise SystemExit(INTERRUPTED)
     if walk.plain is not None and not walk.plain.equal:
         raise SystemExit(1)
-
-
-def _escaped(error: Exception) -> str:
-    return str(error).replace("[", "\\[")
 
 
 def _walk(wishes: Wishes, url: str | None, console: Console) -> Walk:

@@ -150,3 +150,14 @@ def test_twin_answers_tell_what_was_accepted(server):
     path, body = quiet.generate("greedy", workload.OPENINGS[0])
     for streams in (False, True):
         assert b'"spec_accept_length"' in quiet.raw(server, path, {**body, "stream": streams})
+
+
+def test_the_tool_shows_what_the_server_did(server):
+    from outrider.explain.recording import Wishes
+    from outrider.explain.server import record
+    from outrider.explain.walk import make_walk
+
+    wishes = Wishes(workload.OPENINGS[0], drafter="model", max_drafts=3, max_tokens=24)
+    walk = make_walk(*record(wishes, server.url, lambda count: None), {})
+    assert walk.totals.accepted > 0
+    assert len(walk.output_ids) == walk.totals.tokens == 24
