@@ -75,17 +75,19 @@ def run(tmp_path, specs, **more):
     command.run(specs, ["chat"], tmp_path, True, **plan)
 
 
-def test_speed_is_that_of_a_full_batch():
+def test_speed_is_that_of_decoding():
     steady = [answer(start=0, first=1, last=11, tokens=11) for _ in range(2)]
-    assert speed_of(steady, 2) == pytest.approx(2.0)
-    # one ends early and its slot stays empty: what comes after is not the cell's...
-    early = [answer(first=1, last=6, tokens=6), answer(first=1, last=11, tokens=11)]
-    assert speed_of(early, 2) == pytest.approx(2.0)
-    # ...which a mean over the whole run would have counted in (twin)
-    assert sum(a.count for a in early) / 10 != pytest.approx(2.0, rel=0.1)
-    # late prefill is not decoding
-    late = [answer(first=1, last=11, tokens=11), answer(first=6, last=16, tokens=11)]
-    assert speed_of(late, 2) == pytest.approx(2.0)
+    assert speed_of(steady) == pytest.approx(2.0)
+    # the first token is the prefill's, and so is the time until it comes (twin: all by all)
+    assert sum(a.count for a in steady) / 11 == pytest.approx(2.0)
+    slow = [answer(start=0, first=9, last=19, tokens=11) for _ in range(2)]
+    assert speed_of(slow) == pytest.approx(2.0)
+    # one after the other: what the second waits for is part of the work
+    later = [answer(first=1, last=11, tokens=11), answer(start=11, first=12, last=22, tokens=11)]
+    assert speed_of(later) == pytest.approx(21 / 21)
+    # of two engines that say the same, the ratio is that of their times
+    fast = [answer(start=0, first=1, last=6, tokens=11) for _ in range(2)]
+    assert speed_of(fast) / speed_of(steady) == pytest.approx(2.0)
 
 
 def test_a_result_has_speed_equation_and_report(tmp_path, engines, capsys):
@@ -237,7 +239,8 @@ def test_on_a_real_pair(tmp_path, model_dir):
     file = tmp_path / "own.txt"
     file.write_text("On a misty morning, an outrider rode out\nAt the bridge the toll-keeper\n")
     given = [f"transformers:{target}", f"transformers:{target}#draft={draft},exactness=bitwise"]
-    options = ["--concurrency", "1", "--max-tokens", "16", "--rounds", "1", "--no-chat", "--json"]
+    options = ["--concurrency", "1", "--max-tokens", "16", "--rounds", "1", "--requests", "2"]
+    options += ["--no-chat", "--json"]
     done = CliRunner().invoke(
         app, ["bench", *given, "--workload", str(file), *options, "--out", str(tmp_path)]
     )

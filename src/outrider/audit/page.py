@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
 
 from outrider.audit.compare import Divergence
 from outrider.audit.law import SIGNIFICANT, Law
@@ -269,6 +268,6 @@ def _asked(result: Result) -> Iterator[str]:
             yield f"<details><summary>{title}: {len(prompts)} prompts</summary><ol>"
             yield from (f"<li class='prompt'>{escape(cut(p, 300))}</li>" for p in prompts)
             yield "</ol></details>"
-    chosen: dict[str, Any] = {**vars(result.settings)}
+    chosen = {name: value for name, value in vars(result.settings).items() if value is not None}
     said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in chosen.items())
     yield f"<p class='prompt'>{escape(said)}</p>"

@@ -60,7 +60,8 @@ def outcomes(test: LawTest) -> str:
     axes.set_yticks(rows, [_label(cell.outcome) for cell in cells])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
-    title = f"prompt {(test.prompt or 0) + 1}, {test.way}"
+    axes.locator_params(axis="x", nbins=5)
+    title = f"prompt {(test.prompt or 0) + 1}, {test.way}: corrected p {test.corrected:.2g}"
     with warnings.catch_warnings():  # the browser has glyphs that matplotlib lacks
         warnings.simplefilter("ignore")
         return plots.svg(figure, axes, title, f"audit law {test.prompt}")

@@ -47,7 +47,7 @@ class Plan:
     rates: Sequence[float] = ()
     max_tokens: int = 128
     rounds: int = 3
-    requests: int = 2
+    requests: int = 3
     chat: bool = True
 
     @property
@@ -69,8 +69,7 @@ class Plan:
 class Run:
     """What one engine did in one round of a cell.
 
-    speed: tokens a second of all requests while `concurrency` of them were open; where requests
-        come at a rate, tokens a second of one request
+    speed: tokens a second of all requests; where these come at a rate, of one request
     first_token, per_token: seconds, of each request
     counts: what speculation did, if the engine tells
     """
@@ -161,7 +160,7 @@ def _run(engine: Engine, number: int, cell: Cell, round_: int, wishes: Sequence[
     if cell.rate:
         speed = 1 / statistics.mean(per_token) if per_token and all(per_token) else 0.0
     else:
-        speed = speed_of(answers, cell.concurrency)
+        speed = speed_of(answers)
     return Run(
         number,
         cell,
@@ -200,31 +199,16 @@ def _verdict(one: Comparison, allowed: float) -> str:
     return one.divergence.verdict(allowed) if one.divergence else "wrong"
 
 
-def speed_of(answers: Sequence[Answer], concurrency: int) -> float:
-    """Return tokens a second while as many requests as may be open are being decoded.
+def speed_of(answers: Sequence[Answer]) -> float:
+    """Return tokens a second, from the first token of all answers to the last.
 
-    That is from when the first `concurrency` answers have begun until fewer are left. What comes
-    before is prefill, and what comes after is a batch that runs empty: neither is the cell's.
+    Engines whose answers agree have done the same work then, and a ratio of speeds is one of times.
     """
-    begun = sorted(a.arrivals[0][0] + a.first_token for a in answers)
-    ended = sorted(a.arrivals[-1][0] for a in answers)
-    open_at_once = min(concurrency, len(answers))
-    start, end = begun[open_at_once - 1], ended[len(answers) - open_at_once]
-    if end - start < 0.2 * (ended[-1] - begun[0]):  # too little of it: take all
-        start, end = begun[0], ended[-1]
-    if end <= start:
-        return 0.0
-    return sum(_tokens_by(a, end) - _tokens_by(a, start) for a in answers) / (end - start)
-
-
-def _tokens_by(answer: Answer, when: float) -> float:
-    """Return how many tokens there were at a time; between two arrivals, in proportion."""
-    before, so_far = answer.arrivals[0]
-    for now, tokens in answer.arrivals[1:]:
-        if when < now:
-            return so_far + (tokens - so_far) * max(0.0, when - before) / (now - before)
-        before, so_far = now, tokens
-    return so_far
+    start = min(a.arrivals[0][0] + a.first_token for a in answers)
+    end = max(a.arrivals[-1][0] for a in answers)
+    tokens = sum(n for a in answers for t, n in a.arrivals[-1:])
+    early = sum(n for a in answers for t, n in a.arrivals[1:2] if t <= start)
+    return (tokens - early) / (end - start) if end > start else 0.0
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -110,7 +110,7 @@ def _speed(result: Result) -> Iterator[str]:
     yield table(heads, rows, states)
     yield (
         "<p>Median over rounds (smallest\N{EN DASH}largest). Engines take turns within a round; "
-        "a ratio is of one round. Tokens count while all requests of a cell are being decoded. "
+        "a ratio is of one round, in which both did the same work. "
         "Where answers differ by more than a tie, no speed is told.</p>"
     )
 

@@ -320,7 +320,7 @@ def bench(
     rate: Annotated[str, typer.Option(help="Requests a second, as 0.5,2, too.")] = "",
     max_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often each cell is repeated.")] = 3,
-    requests: Annotated[int, typer.Option(min=1, help="Requests for each one at once.")] = 2,
+    requests: Annotated[int, typer.Option(min=1, help="Requests for each one at once.")] = 3,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
     out: Annotated[Path, typer.Option(help="Where bench.json and bench.html are written.")] = Path(
         "outrider-bench"

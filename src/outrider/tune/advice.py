@@ -41,15 +41,14 @@ def advise(search: Search, draft_bits: int | None = None, bits_reason: str = "")
 
     Among candidates that are as good as equal, one that adapts is chosen: traffic changes.
     """
-    ranking = search.ranking
-    best = max(ranking[:3], key=search.score)
-    if search.score(best) < 1 + CLOSE / 3:
-        best = PLAIN
+    ranking, finalists = search.ranking, search.finalists
+    best = finalists[0] if finalists and search.score(finalists[0]) >= 1 + CLOSE / 3 else PLAIN
     chosen = best
-    near = [c for c in ranking if search.score(c) >= search.score(best) * (1 - CLOSE)]
-    adaptive = [c for c in near if c.drafter == "adaptive"]
-    if best not in adaptive and adaptive and best != PLAIN:
-        chosen = max(adaptive, key=search.score)
+    adaptive = [
+        c for c in finalists if c.drafter == "adaptive" and search.score(c, best) >= 1 - CLOSE
+    ]
+    if best not in (PLAIN, *adaptive) and adaptive:
+        chosen = adaptive[0]
     values: dict[str, Any] = {"drafter": chosen.drafter, "max_drafts": chosen.max_drafts}
     reasons = {
         "drafter": _why_drafter(search, chosen, best, ranking),
@@ -65,35 +64,36 @@ def _why_drafter(
     search: Search, chosen: Candidate, best: Candidate, ranking: list[Candidate]
 ) -> str:
     if chosen == PLAIN:
-        others = _listed(search, [c for c in ranking if c != PLAIN][:3])
+        others = _listed(search, PLAIN, [c for c in ranking if c != PLAIN][:3])
         return f"nothing was faster than plain decoding here: {others}"
     low, high = search.spread(chosen)
     said = f"{search.score(chosen):.2f} times plain ({low:.2f} to {high:.2f} by rung)"
     if (steps := search.tokens_per_step(chosen)) > 0:
         said += f", {steps:.1f} tokens a step"
     if chosen != best:
-        said += f"; {best} had {search.score(best):.2f}, within {CLOSE:.0%}: what adapts is safer"
+        said += f"; {best} is within {CLOSE:.0%} of it, and what adapts is safer"
     rivals = {c.drafter: c for c in reversed(ranking) if c.drafter not in (chosen.drafter, "none")}
     if rivals:
-        said += f"; against {_listed(search, sorted(rivals.values(), key=search.score)[::-1])}"
+        said += f"; on the same texts {_listed(search, chosen, rivals.values())}"
     return said
 
 
 def _why_drafts(search: Search, chosen: Candidate) -> str:
     if chosen == PLAIN:
         return "0 is plain decoding"
-    mine = sorted((c for c in search.ranking if c.drafter == chosen.drafter), key=_k)
-    said = ", ".join(f"{c.max_drafts}: {search.score(c):.2f}" for c in mine)
+    others = sorted((c for c in search.ranking if c.drafter == chosen.drafter), key=_k)
     note = " (branches of a tree count too)" if chosen.drafter == "adaptive" else ""
-    return f"times plain by K{note}: {said}; those that dropped out early were measured less"
+    others = [c for c in others if c != chosen]
+    return f"of its speed on the same texts{note}: {_listed(search, chosen, others)}"
 
 
 def _k(candidate: Candidate) -> int:
     return candidate.max_drafts
 
 
-def _listed(search: Search, candidates: Iterable[Candidate]) -> str:
-    return ", ".join(f"{c} {search.score(c):.2f}" for c in candidates)
+def _listed(search: Search, chosen: Candidate, others: Iterable[Candidate]) -> str:
+    """Return how fast others were, as a share of the chosen one's speed where both were tried."""
+    return ", ".join(f"{c} had {search.score(c, chosen):.2f}" for c in others)
 
 
 def _scalar(value: Any) -> str:

@@ -19,6 +19,7 @@ from outrider.report.console import INTERRUPTED, complain
 
 if TYPE_CHECKING:
     from outrider.engines import Engine
+    from outrider.tune.advice import Advice
     from outrider.tune.search import Search
 
 __all__ = ["Wanted", "run"]
@@ -66,7 +67,7 @@ def _run(wanted: Wanted, as_json: bool, console: Console) -> None:
     wanted.out.mkdir(parents=True, exist_ok=True)
     traffic = Traffic(texts, wanted.concurrency, wanted.chat)
     budget, bits = 60 * wanted.minutes, _bits(wanted.flags)
-    interrupted, other, search = False, None, None
+    interrupted, tried, search = False, None, None
     try:
         with _opened(wanted, bits, KS[-1], "tune.log", console) as engine:
             facts = engine.facts()
@@ -77,13 +78,13 @@ def _run(wanted: Wanted, as_json: bool, console: Console) -> None:
             search = Search(engine, traffic, grid(names), budget * share)
             _search(search, console)
         if bits and _advice(search, None, None).chosen.drafter in ("model", "adaptive"):
-            other = _other_bits(wanted, search, budget * SAVED_FOR_BITS, console)
+            tried = _other_bits(wanted, search, budget * SAVED_FOR_BITS, console)
     except KeyboardInterrupt:
         interrupted = True
     if search is None or not search.trials:
         console.print("interrupted before the first trial", style="yellow")
         raise SystemExit(INTERRUPTED)
-    _write(wanted, search, facts, bits, other, interrupted, as_json, console)
+    _write(wanted, search, facts, bits, tried, interrupted, as_json, console)
     if interrupted:
         raise SystemExit(INTERRUPTED)
 
@@ -137,31 +138,34 @@ def _search(search: Search, console: Console) -> None:
 
 def _other_bits(
     wanted: Wanted, search: Search, seconds: float, console: Console
-) -> tuple[Search, float] | None:
-    """Try the chosen candidate with the draft model's own weights, on a server of its own."""
+) -> tuple[float, float]:
+    """Return how the chosen candidate does with few bits, and with the draft model's own weights.
+
+    The latter is tried on a server of its own, with the texts of the last rung.
+    """
     from outrider.tune.search import Search, Traffic
 
-    chosen = _advice(search, None, None).chosen
-    first = len(search.rungs) * wanted.concurrency  # prompts that were not used yet
-    texts = [*search.traffic.texts[first:], *search.traffic.texts]
-    traffic = Traffic(texts, wanted.concurrency, wanted.chat)
-    with _opened(wanted, None, chosen.max_drafts, "tune-16-bits.log", console) as engine:
+    chosen, given = _advice(search, None, None).chosen, search.traffic
+    last = len(search.rungs) - 1
+    begin = last * len(given.wishes(0, 1)) % len(given.texts)
+    traffic = Traffic([*given.texts[begin:], *given.texts], given.concurrency, given.chat)
+    with _opened(wanted, None, chosen.max_drafts, "tune-own-weights.log", console) as engine:
         other = Search(engine, traffic, [chosen], seconds)
         _search(other, console)
-    return other, other.score(chosen)
+    mine = [t.times_plain for t in search.trials if (t.candidate, t.rung) == (chosen, last)]
+    return mine[0], other.score(chosen)
 
 
-def _advice(search: Search, bits: int | None, other: tuple[Search, float] | None) -> Any:
+def _advice(search: Search, bits: int | None, tried: tuple[float, float] | None) -> Advice:
+    """Return the profile. tried: the speed with few bits, and with the model's own weights"""
     from outrider.tune.advice import advise
 
-    chosen = advise(search)
     if bits is None:
-        return chosen
-    mine = search.score(chosen.chosen)
-    if other is None:
-        return advise(search, bits, f"{mine:.2f} times plain; the model's own were not tried")
-    reason = f"{mine:.2f} times plain; with the draft model's own weights {other[1]:.2f}"
-    return advise(search, bits if mine >= other[1] else None, reason)
+        return advise(search)
+    if tried is None:
+        return advise(search, bits, "as this machine's memory is slow; the own were not tried")
+    reason = f"{tried[0]:.2f} times plain; with the draft model's own weights {tried[1]:.2f}"
+    return advise(search, bits if tried[0] >= tried[1] else None, reason)
 
 
 def _write(
@@ -169,7 +173,7 @@ def _write(
     search: Search,
     facts: dict[str, Any],
     bits: int | None,
-    other: tuple[Search, float] | None,
+    tried: tuple[float, float] | None,
     interrupted: bool,
     as_json: bool,
     console: Console,
@@ -178,7 +182,7 @@ def _write(
     from outrider.tune.advice import about
     from outrider.tune.page import page
 
-    advice, made = _advice(search, bits, other), provenance()
+    advice, made = _advice(search, bits, tried), provenance()
     text = advice.yaml(about(facts, search, wanted.workload, made["date"]))
     document = json.dumps(
         {
@@ -191,7 +195,7 @@ def _write(
             "profile": advice.values,
             "reasons": advice.reasons,
             "times_plain": round(search.score(advice.chosen), 4),
-            "with_own_weights": other and round(other[1], 4),
+            "draft_bits_tried": tried and {"few": tried[0], "own": tried[1]},
             "trials": [asdict(trial) for trial in search.trials],
         },
         indent=1,

@@ -20,7 +20,7 @@ from outrider.errors import Unsupported
 
 __all__ = ["PLAIN", "Candidate", "Search", "Traffic", "Trial", "available", "grid"]
 
-DRAFTERS = ("model", "suffix", "ngram", "adaptive")
+DRAFTERS = ("model", "suffix", "adaptive")  # n-grams are what suffixes are without branches
 KS = (2, 4, 8, 12)
 FEWEST, MOST = 24, 384
 """Tokens that an answer has: with fewer, who drafts has not found its pace yet."""
@@ -55,8 +55,8 @@ class Traffic:
 
     def wishes(self, rung: int, max_tokens: int) -> list[Wish]:
         """Return what is asked in a rung: other prompts than in the one before."""
-        first = rung * self.concurrency
-        chosen = [self.texts[(first + i) % len(self.texts)] for i in range(self.concurrency)]
+        count = self.concurrency
+        chosen = [self.texts[(rung * count + i) % len(self.texts)] for i in range(count)]
         return [Wish(text, chat=self.chat, max_tokens=max_tokens) for text in chosen]
 
 
@@ -183,26 +183,34 @@ class Search:
         answers = engine.ask(wishes, self.traffic.concurrency, stream=True)
         after = engine.counts()
         counts = after - before if before is not None and after is not None else None
-        return answers, speed_of(answers, self.traffic.concurrency), counts
+        return answers, speed_of(answers), counts
 
     def _variant(self, candidate: Candidate) -> Engine:
         return self.engine.variant(candidate.wishes, salt="tune")
 
-    def score(self, candidate: Candidate) -> float:
-        """Return how many times plain's speed a candidate has: later rungs are longer and count so.
+    def score(self, candidate: Candidate, other: Candidate = PLAIN) -> float:
+        """Return how many times another's speed a candidate has, on the rungs that both had.
 
-        The mean is geometric: twice as fast and half as fast are as fast.
+        Later rungs are longer and count so. The mean is geometric: twice as fast and half as fast
+        are as fast.
         """
+        mine, theirs = self._by_rung(candidate), self._by_rung(other)
+        shared = [rung for rung in mine if rung in theirs]
+        logs = [(math.log(mine[rung] / theirs[rung]), rung + 1) for rung in shared]
+        return math.exp(sum(v * w for v, w in logs) / sum(w for _, w in logs)) if logs else 0.0
+
+    def _by_rung(self, candidate: Candidate) -> dict[int, float]:
         if candidate == PLAIN:
-            return 1.0
-        logs = [
-            (math.log(max(1e-6, trial.times_plain)), trial.rung + 1)
-            for trial in self.trials
-            if trial.candidate == candidate
-        ]
-        if not logs:
-            return 0.0
-        return math.exp(sum(v * w for v, w in logs) / sum(w for _, w in logs))
+            return dict.fromkeys(range(len(self.rungs)), 1.0)
+        own = [trial for trial in self.trials if trial.candidate == candidate]
+        return {trial.rung: max(1e-6, trial.times_plain) for trial in own}
+
+    @property
+    def finalists(self) -> list[Candidate]:
+        """Who reached the last rung, the best first. Only these have answered all the same."""
+        last = max((trial.rung for trial in self.trials), default=0)
+        found = [trial.candidate for trial in self.trials if trial.rung == last]
+        return sorted(found, key=self.score, reverse=True)
 
     def spread(self, candidate: Candidate) -> tuple[float, float]:
         """Return the lowest and the highest ratio that a candidate had."""
