@@ -134,6 +134,15 @@ def test_a_single_token_has_no_steps(sglang):
     assert walk.verdict == "1 token in 1 pass of the target"
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """A shell's background jobs, tests among them, are born deaf to Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_interrupted_walks_end_with_what_there_is(sglang):
     """Ctrl-C asks the server to end the request, and hears it out."""
     early = {"output_ids": REPLY["output_ids"][:1], "meta_info": {"completion_tokens": 1}}
@@ -154,6 +163,7 @@ def test_interrupted_walks_end_with_what_there_is(sglang):
     assert walk.output_ids == REPLY["output_ids"]
 
 
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_a_second_interrupt_leaves(sglang):
     sglang.replies["/generate"] = [REPLY, REPLY]
 

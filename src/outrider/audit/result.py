@@ -279,6 +279,11 @@ class Result:
                 "differ by more than rounding explains: other weights or a wrong cache behind "
                 "verification, or logprobs that an engine makes up"
             )
+        if len(self.greedy.drifts) < self.greedy.agreed / 2:
+            yield (
+                f"logprobs of both engines are known for {len(self.greedy.drifts):,} of "
+                f"{self.greedy.agreed:,} agreeing tokens only: drift says little"
+            )
         if self.greedy_counts is None and len(self.greedy):
             yield "the speculative engine does not tell whether it drafted"
         if self.law is None:
