@@ -40,9 +40,12 @@ def logs(tmp_path_factory):
     return tmp_path_factory.mktemp("servers")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def launch(logs):
-    """Return a function that starts a server: it answers after `wait`, or as a context."""
+    """Return a function that starts a server: it answers after `wait`, or as a context.
+
+    It ends with the file that started it: even an idle one takes time from the others.
+    """
     from server import Server
 
     started = []
