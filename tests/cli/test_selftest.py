@@ -50,7 +50,7 @@ def test_the_kernels_pass_in_the_interpreter(quick):
     assert found["passed"]
     assert found["measurements"] == []
     assert found["environment"]["triton"]
-    assert {"date", "argv", "commit", "python", "platform"} <= set(found["provenance"])
+    assert {"date", "argv", "commit", "versions", "machine"} <= set(found["provenance"])
     assert {check["section"] for check in found["checks"]} == {"correctness", "bitwise"}
     assert all(check["passed"] and check["detail"] for check in found["checks"])
 
