@@ -15,7 +15,17 @@ from outrider.engines import Answer
 from outrider.errors import Unsupported
 from outrider.tune import run as command
 from outrider.tune.advice import advise
-from outrider.tune.search import FEWEST, PLAIN, Candidate, Search, Traffic, available, grid
+from outrider.tune.search import (
+    FEWEST,
+    MOST,
+    PLAIN,
+    Candidate,
+    Search,
+    Traffic,
+    Trial,
+    available,
+    grid,
+)
 
 SPEEDS = {
     "none": dict.fromkeys((0, 1), 10.0),
@@ -84,8 +94,10 @@ def test_the_fastest_is_found_within_the_budget():
     assert found.score(Candidate("model", 4)) == pytest.approx(1.8, rel=0.02)
     assert [len(rung) for rung in found.rungs] == [16, 8, 4, 2]
     assert 0.5 * 600 < world.clock[0] < 1.15 * 600
-    # who stays is measured on longer answers, and every rung on texts of its own
-    assert len({trial.rung for trial in found.trials if trial.candidate == found.ranking[0]}) == 4
+    # who stays is measured on more texts
+    rounds = [len(found.rounds_of(rung)) for rung in range(4)]
+    assert rounds == sorted(rounds)
+    assert rounds[0] == 1 < rounds[3]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -98,7 +110,7 @@ def test_noise_costs_little(seed):
 
 def test_twin_a_search_that_keeps_the_worse_half_is_seen(monkeypatch):
     score = Search.score
-    monkeypatch.setattr(Search, "score", lambda self, c: 1 / max(1e-9, score(self, c)))
+    monkeypatch.setattr(Search, "score", lambda self, *who: 1 / max(1e-9, score(self, *who)))
     found = search(World())
     assert SPEEDS[found.ranking[0].drafter][found.ranking[0].max_drafts] < 0.88 * 18
 
@@ -126,6 +138,27 @@ def test_a_short_budget_still_ends():
     assert min(t.asked for t in found.trials) == 4
     assert len(found.rungs) == 1
     assert world.clock[0] > FEWEST * 4 / 10 * 17 * 0.5
+    assert found.tokens == FEWEST
+
+
+def test_a_fast_machine_spends_its_time_on_more_prompts():
+    fast = {name: {k: 100 * v for k, v in row.items()} for name, row in SPEEDS.items()}
+    found = search(World(fast))
+    assert found.tokens == MOST
+    assert len(found.rounds_of(0)) > 1
+
+
+def test_speeds_of_several_rounds_are_tokens_over_time():
+    """A setting that is twice as fast on one text and half as fast on another loses time."""
+    found = search(World(), seconds=10.0)
+    mine = Candidate("model", 4)
+    found.trials = [
+        Trial(who, 0, number, speed, 0.0, 0.0, 4, 4)
+        for number, speeds in enumerate([(10.0, 20.0), (10.0, 5.0)])
+        for who, speed in zip((PLAIN, mine), speeds, strict=True)
+    ]
+    assert found.score(mine) == pytest.approx(2 / (1 / 2 + 2))
+    assert found.score(mine, rounds=[0]) == 2.0
 
 
 def test_who_dropped_out_before_a_hard_rung_has_no_advantage():
@@ -134,7 +167,7 @@ def test_who_dropped_out_before_a_hard_rung_has_no_advantage():
     found = search(world)
     first, second = found.finalists
     dropped = next(c for c in found.rungs[0] if c not in found.rungs[1])
-    easy = [replace(t, times_plain=9.0) if t.candidate == dropped else t for t in found.trials]
+    easy = [replace(t, speed=90.0) if t.candidate == dropped else t for t in found.trials]
     found.trials = easy  # as if its only texts had been easy ones
     assert found.score(dropped) > found.score(first)
     assert advise(found).chosen == first

@@ -67,7 +67,7 @@ def _why_drafter(
         others = _listed(search, PLAIN, [c for c in ranking if c != PLAIN][:3])
         return f"nothing was faster than plain decoding here: {others}"
     low, high = search.spread(chosen)
-    said = f"{search.score(chosen):.2f} times plain ({low:.2f} to {high:.2f} by rung)"
+    said = f"{search.score(chosen):.2f} times plain ({low:.2f} to {high:.2f} by round)"
     if (steps := search.tokens_per_step(chosen)) > 0:
         said += f", {steps:.1f} tokens a step"
     if chosen != best:
@@ -108,9 +108,9 @@ def _wrapped(text: str) -> list[str]:
 
 def about(facts: Mapping[str, Any], search: Search, traffic: str, date: str) -> list[str]:
     """Return the lines at the head of a profile."""
-    trials = len(search.trials)
+    rounds = len({trial.round for trial in search.trials})
     return [
         f"Written by `outrider tune` on {date}; use it with `outrider serve --profile FILE`.",
         f"model {facts.get('model')}; traffic: {traffic}, {search.traffic.concurrency} at once",
-        f"{trials} trials of {len(search.candidates)} settings in {len(search.rungs)} rungs",
+        f"{len(search.candidates)} settings, {rounds} rounds of answers of {search.tokens} tokens",
     ]

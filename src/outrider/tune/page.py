@@ -42,18 +42,19 @@ def page(
                 str(candidate),
                 f"{search.score(candidate):.2f}",
                 f"{low:.2f}\N{EN DASH}{high:.2f}",
-                len(own) or len(search.rungs),
+                len(own),
                 f"{steps:.2f}" if steps else "",
                 f"{same}/{sum(t.asked for t in own)}" if own else "",
             ]
         )
-    heads = ["", "times plain", "by rung", "rungs", "tokens a step", "answers equal"]
+    heads = ["", "times plain", "by round", "rounds", "tokens a step", "answers equal"]
     states = {(0, 1): "good"} if rows else {}
     document.section("What was tried", table(heads, rows, states))  # type: ignore[arg-type]
     document.add(
-        "<p>Successive halving: all settings answer the same prompts, the better half goes on to "
-        "longer ones. Ratios are to plain decoding within a rung; the mean weighs later rungs "
-        "more. Who dropped out early was measured less.</p>"
+        "<p>Successive halving: in a round all settings that are left answer the same prompts, "
+        f"{search.tokens} tokens each; the better half goes on to more rounds. Times plain is the "
+        "ratio of the times that plain decoding and a setting took in the rounds that it had. Who "
+        "dropped out early was measured less.</p>"
     )
     document.made_with(made)
     return document.html()

@@ -81,7 +81,7 @@ def _run(wanted: Wanted, as_json: bool, console: Console) -> None:
             tried = _other_bits(wanted, search, budget * SAVED_FOR_BITS, console)
     except KeyboardInterrupt:
         interrupted = True
-    if search is None or not search.trials:
+    if search is None or not search.finalists:
         console.print("interrupted before the first trial", style="yellow")
         raise SystemExit(INTERRUPTED)
     _write(wanted, search, facts, bits, tried, interrupted, as_json, console)
@@ -143,17 +143,15 @@ def _other_bits(
 
     The latter is tried on a server of its own, with the texts of the last rung.
     """
-    from outrider.tune.search import Search, Traffic
+    from outrider.tune.search import Search
 
-    chosen, given = _advice(search, None, None).chosen, search.traffic
-    last = len(search.rungs) - 1
-    begin = last * len(given.wishes(0, 1)) % len(given.texts)
-    traffic = Traffic([*given.texts[begin:], *given.texts], given.concurrency, given.chat)
+    chosen = _advice(search, None, None).chosen
+    first = search.rounds_of(len(search.rungs) - 1)[0]
     with _opened(wanted, None, chosen.max_drafts, "tune-own-weights.log", console) as engine:
-        other = Search(engine, traffic, [chosen], seconds)
+        other = Search(engine, search.traffic, [chosen], seconds, first, search.tokens)
         _search(other, console)
-    mine = [t.times_plain for t in search.trials if (t.candidate, t.rung) == (chosen, last)]
-    return mine[0], other.score(chosen)
+    shared = range(first, min(search.next_round, other.next_round))
+    return search.score(chosen, rounds=shared), other.score(chosen, rounds=shared)
 
 
 def _advice(search: Search, bits: int | None, tried: tuple[float, float] | None) -> Advice:
@@ -196,6 +194,7 @@ def _write(
             "reasons": advice.reasons,
             "times_plain": round(search.score(advice.chosen), 4),
             "draft_bits_tried": tried and {"few": tried[0], "own": tried[1]},
+            "max_tokens": search.tokens,
             "trials": [asdict(trial) for trial in search.trials],
         },
         indent=1,

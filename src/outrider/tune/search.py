@@ -1,8 +1,9 @@
-"""Successive halving: all candidates a little, the better half a little more, until one is left.
+"""Successive halving: all candidates a little, the better half a little more, until two are left.
 
-Each rung has prompts of its own, and within it every candidate answers the same ones, plain
-decoding among them: what counts is the ratio to plain within a rung, for the machine may be slower
-in the next. Plain decoding never drops out: it is the measure, and may be the answer.
+A rung has rounds, each with prompts of its own. In a round plain decoding and every candidate that
+is left answer the same prompts, one after the other: only those who shared a round are compared on
+it, for texts differ, and the machine may be slower in the next. Plain decoding never drops out: it
+is the measure, and may be the answer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +23,9 @@ __all__ = ["PLAIN", "Candidate", "Search", "Traffic", "Trial", "available", "gri
 
 DRAFTERS = ("model", "suffix", "adaptive")  # n-grams are what suffixes are without branches
 KS = (2, 4, 8, 12)
-FEWEST, MOST = 24, 384
-"""Tokens that an answer has: with fewer, who drafts has not found its pace yet."""
+PROBE, FEWEST, MOST = 16, 48, 256
+"""Tokens that an answer has: of the first look, and at least and at most of a trial. With fewer,
+who drafts has not found its pace yet; time that is left is better spent on other prompts."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +55,25 @@ class Traffic:
     concurrency: int
     chat: bool = True
 
-    def wishes(self, rung: int, max_tokens: int) -> list[Wish]:
-        """Return what is asked in a rung: other prompts than in the one before."""
+    def wishes(self, number: int, max_tokens: int) -> list[Wish]:
+        """Return what is asked in a round: other prompts than in the one before."""
         count = self.concurrency
-        chosen = [self.texts[(rung * count + i) % len(self.texts)] for i in range(count)]
+        chosen = [self.texts[(number * count + i) % len(self.texts)] for i in range(count)]
         return [Wish(text, chat=self.chat, max_tokens=max_tokens) for text in chosen]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a candidate did in a rung.
+    """How a candidate did in a round.
 
-    times_plain: its speed over plain's on the same prompts
-    tokens_per_step: if the engine tells
+    speed: tokens a second; times_plain: the same over plain's on the same prompts
+    tokens_per_step: 0 if the engine does not tell
+    same: how many of the answers asked for were plain's
     """
 
     candidate: Candidate
     rung: int
+    round: int
     speed: float
     times_plain: float
     tokens_per_step: float
@@ -98,7 +102,9 @@ def grid(drafters: Sequence[str], ks: Sequence[int] = KS) -> list[Candidate]:
 class Search:
     """Looks for the best candidate within a budget of seconds.
 
-    trials: what was measured so far
+    next_round: the number of the round to come; it decides on the prompts
+    tokens: how long answers are; None: decided by the budget and the speed of plain decoding
+    trials: what was measured so far, plain decoding too
     rungs: who was left at the start of each rung
     """
 
@@ -106,13 +112,14 @@ class Search:
     traffic: Traffic
     candidates: list[Candidate]
     seconds: float
+    next_round: int = 0
+    tokens: int | None = None
     clock: Callable[[], float] = time.perf_counter
     trials: list[Trial] = field(default_factory=list)
     rungs: list[list[Candidate]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._alive = list(self.candidates)
-        self._plain_speed = 0.0  # of one request
 
     @property
     def num_rungs(self) -> int:
@@ -122,58 +129,63 @@ class Search:
     def run(self, begun: Callable[[int, Candidate, float], None]) -> Iterator[Trial]:
         """Yield each trial. begun: called before each, with the share of the budget spent."""
         started = self.clock()
+
+        def tell(rung: int, who: Candidate) -> None:
+            begun(rung, who, (self.clock() - started) / self.seconds)
+
         while True:
-            left = started + self.seconds - self.clock()
-            share = left / self.num_rungs / (len(self._alive) + 1)
             self.rungs.append(list(self._alive))
-            last = len(self._alive) <= 2
-            yield from self._rung(
-                len(self.rungs) - 1,
-                share,
-                lambda rung, who: begun(rung, who, (self.clock() - started) / self.seconds),
-            )
-            if last or self.clock() - started > self.seconds:
+            tell(len(self.rungs) - 1, PLAIN)
+            if self.tokens is None:
+                turns = self.num_rungs * (len(self._alive) + 1)
+                self.tokens = self._length(self.seconds / turns)
+            end = self.clock() + (started + self.seconds - self.clock()) / self.num_rungs
+            took = 0.0
+            # another round if half of it fits
+            while not took or self.clock() + took / 2 < end:
+                before = self.clock()
+                yield from self._round(tell)
+                took = self.clock() - before
+            if len(self._alive) <= 2 or self.clock() - started > self.seconds:
                 return
             keep = max(2, math.ceil(len(self._alive) / 2))
             self._alive = sorted(self._alive, key=self.score, reverse=True)[:keep]
 
-    def _rung(
-        self, rung: int, share: float, begun: Callable[[int, Candidate], None]
-    ) -> Iterator[Trial]:
-        """Measure plain and all that are left, each for about `share` seconds."""
-        begun(rung, PLAIN)
-        wishes = self.traffic.wishes(rung, self._tokens(share))
+    def _round(self, begun: Callable[[int, Candidate], None]) -> Iterator[Trial]:
+        """Measure plain, and then all that are left, on the next prompts."""
+        number, rung = self.next_round, len(self.rungs) - 1
+        self.next_round += 1
+        wishes = self.traffic.wishes(number, self.tokens or FEWEST)
         # both models read the prompts first: what follows finds them in the prefix cache
         who = next((c for c in self._alive if c.drafter in ("model", "adaptive")), PLAIN)
         first = [Wish(wish.prompt, wish.chat, 1) for wish in wishes]
         self._variant(who).ask(first, self.traffic.concurrency)
-        answers, plain, _ = self._measure(PLAIN, wishes)
-        self._plain_speed = plain / self.traffic.concurrency
-        yield Trial(PLAIN, rung, plain, 1.0, 1.0, len(wishes), len(wishes))
-        turn = rung % max(1, len(self._alive))
-        for candidate in [*self._alive[turn:], *self._alive[:turn]]:
+        plain, expected = 0.0, list[Answer]()
+        turn = number % max(1, len(self._alive))
+        for candidate in [PLAIN, *self._alive[turn:], *self._alive[:turn]]:
             begun(rung, candidate)
-            said, speed, counts = self._measure(candidate, wishes)
+            answers, speed, counts = self._measure(candidate, wishes)
+            if candidate == PLAIN:
+                plain, expected = speed, answers
             trial = Trial(
                 candidate,
                 rung,
+                number,
                 speed,
                 speed / plain if plain else 0.0,
                 counts.tokens_per_step if counts else 0.0,
-                sum(a.text == b.text for a, b in zip(answers, said, strict=True)),
+                sum(a.text == b.text for a, b in zip(answers, expected, strict=True)),
                 len(wishes),
             )
             self.trials.append(trial)
             yield trial
 
-    def _tokens(self, share: float) -> int:
+    def _length(self, seconds: float) -> int:
         """Return how long answers shall be, so that plain decoding takes about so many seconds."""
-        if not self._plain_speed:
-            before = self.clock()
-            wishes = self.traffic.wishes(0, FEWEST)
-            self._variant(PLAIN).ask(wishes, self.traffic.concurrency)
-            self._plain_speed = FEWEST / max(1e-6, self.clock() - before)
-        return int(min(MOST, max(FEWEST, share * self._plain_speed)))
+        before = self.clock()
+        self._variant(PLAIN).ask(self.traffic.wishes(0, PROBE), self.traffic.concurrency)
+        took = max(1e-6, self.clock() - before)
+        return int(min(MOST, max(FEWEST, seconds * PROBE / took)))
 
     def _measure(
         self, candidate: Candidate, wishes: Sequence[Wish]
@@ -188,28 +200,34 @@ class Search:
     def _variant(self, candidate: Candidate) -> Engine:
         return self.engine.variant(candidate.wishes, salt="tune")
 
-    def score(self, candidate: Candidate, other: Candidate = PLAIN) -> float:
-        """Return how many times another's speed a candidate has, on the rungs that both had.
+    def score(
+        self,
+        candidate: Candidate,
+        other: Candidate = PLAIN,
+        rounds: Collection[int] | None = None,
+    ) -> float:
+        """Return how many times another's speed a candidate has, on the rounds that both had.
 
-        Later rungs are longer and count so. The mean is geometric: twice as fast and half as fast
-        are as fast.
+        It is the ratio of the times that both took. rounds: only these
         """
-        mine, theirs = self._by_rung(candidate), self._by_rung(other)
-        shared = [rung for rung in mine if rung in theirs]
-        logs = [(math.log(mine[rung] / theirs[rung]), rung + 1) for rung in shared]
-        return math.exp(sum(v * w for v, w in logs) / sum(w for _, w in logs)) if logs else 0.0
+        mine, theirs = self._speeds(candidate), self._speeds(other)
+        shared = [n for n in mine if n in theirs and (rounds is None or n in rounds)]
+        taken = sum(1 / max(1e-6, mine[n]) for n in shared)
+        return sum(1 / max(1e-6, theirs[n]) for n in shared) / taken if shared else 0.0
 
-    def _by_rung(self, candidate: Candidate) -> dict[int, float]:
-        if candidate == PLAIN:
-            return dict.fromkeys(range(len(self.rungs)), 1.0)
-        own = [trial for trial in self.trials if trial.candidate == candidate]
-        return {trial.rung: max(1e-6, trial.times_plain) for trial in own}
+    def _speeds(self, candidate: Candidate) -> dict[int, float]:
+        return {trial.round: trial.speed for trial in self.trials if trial.candidate == candidate}
+
+    def rounds_of(self, rung: int) -> list[int]:
+        """Return the numbers of the rounds that a rung had."""
+        return sorted({trial.round for trial in self.trials if trial.rung == rung})
 
     @property
     def finalists(self) -> list[Candidate]:
         """Who reached the last rung, the best first. Only these have answered all the same."""
-        last = max((trial.rung for trial in self.trials), default=0)
-        found = [trial.candidate for trial in self.trials if trial.rung == last]
+        drafted = [trial for trial in self.trials if trial.candidate != PLAIN]
+        last = max((trial.rung for trial in drafted), default=0)
+        found = {trial.candidate for trial in drafted if trial.rung == last}
         return sorted(found, key=self.score, reverse=True)
 
     def spread(self, candidate: Candidate) -> tuple[float, float]:
@@ -228,8 +246,7 @@ class Search:
 
         def place(candidate: Candidate) -> tuple[int, float]:
             rungs = [t.rung for t in self.trials if t.candidate == candidate]
-            last = len(self.rungs) - 1 if candidate == PLAIN else max(rungs, default=-1)
-            return last, self.score(candidate)
+            return max(rungs, default=-1), self.score(candidate)
 
-        tried = {trial.candidate for trial in self.trials} | {PLAIN}
+        tried = dict.fromkeys(trial.candidate for trial in self.trials)
         return sorted(tried, key=place, reverse=True)
