@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from common import IMAGES, chat_ids, model_path, provenance, pyplot, save_plot, spread, write
+from common import IMAGES, chat_ids, model_path, pyplot, save_plot, spread, write
 from common_sglang import (
     Suspendable,
     fill_cache,
@@ -43,6 +43,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from outrider.bench.workloads import KINDS, prompts
+from outrider.report import provenance
 
 BARE, TIERS, ADAPTIVE = "bare", "tiers", "adaptive"
 FIXED: dict[str, dict[str, Any]] = {

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
-from datetime import datetime, timezone
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from outrider.report import provenance
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 IMAGES = Path(__file__).parents[1] / "docs" / "img"
-PACKAGES = ("outrider", "torch", "triton", "transformers", "sglang")
 PROMPTS = {
     "code": [
         "Write a Python class for a binary search tree with insert, find and delete.",
@@ -88,36 +84,6 @@ def save_plot(figure: Any, topic: str, folder: Path = IMAGES) -> None:
     file = folder / f"{topic}.svg"
     figure.savefig(file, facecolor="white", metadata={"Date": None})
     print(f"wrote {_shown(file)}")
-
-
-def provenance() -> dict[str, Any]:
-    """Say what made a figure: versions, commit, command, machine, date."""
-    import torch
-
-    def git(*args: str) -> str:
-        command = ["git", *args]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = names[0].split(":")[1].strip() if names else cpu
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
-        "commit": git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain") else ""),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in PACKAGES if find_spec(name) is not None},
-        },
-        "machine": {
-            "cpu": cpu,
-            "cores": os.cpu_count(),
-            "torch_threads": torch.get_num_threads(),
-            "gpu": None,
-        },
-    }
 
 
 def write(topic: str, result: dict[str, Any], file: Path | None = None) -> None:

@@ -21,13 +21,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from common import chat_ids, load, model_path, provenance
+from common import chat_ids, load, model_path
 from rich.progress import track
 from transformers import AutoTokenizer
 
 import outrider
 from outrider.bench.workloads import SINGLE, prompts
 from outrider.hosts.transformers.runner import Runner
+from outrider.report import provenance
 
 FILE = Path(__file__).parents[1] / "tests" / "control" / "traces.json.gz"
 DEPTH = 8

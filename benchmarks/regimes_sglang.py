@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import IMAGES, chat_ids, model_path, provenance, pyplot, save_plot, write
+from common import IMAGES, chat_ids, model_path, pyplot, save_plot, write
 from common_sglang import Suspendable, end_servers_at_sigterm, outrider_flags, wish
 from rich.console import Console
 from rich.progress import track
@@ -29,6 +29,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from outrider.bench.workloads import prompts
+from outrider.report import provenance
 
 WINDOW, READY = 4, 0.9
 FLAGS = [
