@@ -30,20 +30,29 @@ class Fake(BaseHTTPRequestHandler):
     """A server that counts: enough of OpenAI's API to see what is sent and how replies are read."""
 
     bodies: ClassVar[list[dict]] = []
+    key: ClassVar[str | None] = None
 
     def log_message(self, *args):
         pass
 
     def do_GET(self):
+        if self._locked:
+            return self._send({"error": "no"}, 401)
         if self.path == "/v1/models":
             return self._send({"object": "list", "data": [{"id": "m", "object": "model"}]})
         if self.path == "/metrics":
             return self._send(METRICS.encode())
         return self._send({"error": "no"}, 404)
 
+    @property
+    def _locked(self):
+        return self.key is not None and self.headers["Authorization"] != f"Bearer {self.key}"
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.bodies.append(body)
+        if self._locked:
+            return self._send({"error": "no"}, 401)
         chat = self.path.endswith("/chat/completions")
         if body["max_tokens"] == 13:
             return self._send({"error": {"message": "thirteen is refused"}}, 400)
@@ -151,6 +160,17 @@ def test_counters_are_read(url):
     assert counts.as_json()["by_drafter"] == {"model": 10, "suffix": 20}
     samples = parse_metrics('a:b_total{x="1",y="q\\"}"} 2e3\n# no\nc 1')
     assert samples == [("a:b_total", {"x": "1", "y": 'q\\"}'}, 2000.0), ("c", {}, 1.0)]
+
+
+def test_a_server_may_want_a_key(url, monkeypatch):
+    monkeypatch.setattr(Fake, "key", "secret")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(Unsupported, match="set OPENAI_API_KEY"):
+        open_engine(url)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    engine = open_engine(url)
+    assert engine.ask([Wish("a", False, 3)])[0].count == 3
+    assert engine.counts() is not None
 
 
 def test_what_cannot_be_asked_says_what_to_do(url):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import time
@@ -61,6 +62,8 @@ class ServerEngine:
                 f"no server answers at {self.root} ({error.__cause__ or error})",
                 fix="start it, or mend the address",
             ) from error
+        except (self._openai.AuthenticationError, self._openai.PermissionDeniedError) as error:
+            raise Unsupported(f"{self.root} wants a key", fix="set OPENAI_API_KEY to it") from error
         except (self._openai.APIError, ValueError, AttributeError, TypeError) as error:
             raise Unsupported(
                 f"what answers at {self.root} does not speak OpenAI's API ({error!s:.200})",
@@ -71,8 +74,9 @@ class ServerEngine:
         return found
 
     def _client(self, kind: Callable[..., Any]) -> Any:
-        # without retries: what fails shall be seen
-        return kind(base_url=self._base, api_key="none", max_retries=0, timeout=TIMEOUT)
+        # without retries: what fails shall be seen; the client insists on some key
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        return kind(base_url=self._base, api_key=key, max_retries=0, timeout=TIMEOUT)
 
     def ask(
         self,
@@ -189,7 +193,10 @@ class ServerEngine:
         return found
 
     def _get(self, path: str) -> str:
-        with urllib.request.urlopen(self.root + path, timeout=30) as reply:
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(self.root + path, headers=headers)
+        with urllib.request.urlopen(request, timeout=30) as reply:
             return str(reply.read().decode())
 
     def close(self) -> None:
