@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.audit import Comparison, compare, tolerance
+from outrider.audit import Comparison, compare, depart, tolerance
 from outrider.audit.compare import LEAST, MOST
 from outrider.engines import Answer, Token
 
@@ -181,3 +181,25 @@ def test_a_logprob_that_is_made_up_says_nothing():
     found = compare(answer(SAME[:2]), answer([SAME[0], Token("b", 0.0)]))
     assert found.identical
     assert found.drifts == found.noise == (0.0,)
+
+
+@pytest.mark.parametrize(
+    ("text", "margin", "verdict"),
+    [
+        ("aB and", 0.01, "numerical tie"),
+        ("aQ", 7.61, "wrong"),  # at least: plain does not list it
+        ("a", None, "unknown"),  # it ended there
+        ("aA and more", None, "unknown"),  # it goes on where plain ended
+    ],
+)
+def test_a_text_leaves_an_answer(text, margin, verdict):
+    plain = answer([token("a"), token("A", -0.69, ("B", -0.70)), token(" and", -0.2)])
+    found = depart(plain, text)
+    assert found.margin == (None if margin is None else pytest.approx(margin))
+    assert found.verdict(0.05) == verdict
+
+
+def test_the_longest_alternative_is_the_one_that_was_written():
+    place = Token("A", -0.6, (("A", -0.6), ("Be", -0.62), ("B", -3.0)))
+    assert depart(answer([place]), "Bet").speculative.text == "Be"
+    assert depart(answer([place]), "But").margin == pytest.approx(2.4)

@@ -15,7 +15,7 @@ from outrider.bench.measure import Cell, Parity, Plan, speed_of
 from outrider.bench.result import Result, compared, load_result, names
 from outrider.bench.workloads import KINDS, prompts
 from outrider.cli.main import app
-from outrider.engines import Answer, Counts, Token
+from outrider.engines import Answer, Counts, Token, Wish
 from outrider.errors import Unsupported
 
 
@@ -129,6 +129,29 @@ def test_no_speed_is_told_where_answers_differ(tmp_path, engines, capsys, said, 
     page = (tmp_path / "bench.html").read_text()
     assert ("4.00" in page) == holds
     assert ("no speed is told" in page.partition("<h2>")[0]) != holds
+
+
+@pytest.mark.parametrize(
+    ("firsts", "verdicts"),
+    [
+        (("a b", "a c"), ("numerical tie",)),
+        (("a c", "a b"), ("numerical tie",)),  # it was plain that strayed
+        (("a b", "a d"), ("wrong",)),
+        (("a d", "a b"), ("unsteady",)),
+    ],
+)
+def test_a_difference_that_does_not_come_again_is_judged_by_plain(firsts, verdicts):
+    tokens = [
+        Token("a", -0.1, (("a", -0.1), ("z", -3.0))),
+        Token(" b", -0.7, ((" b", -0.7), (" c", -0.71), (" d", -3.0))),
+    ]
+    told = answer("a b", logprobs=tokens)
+    engines = [Fake(said="unasked"), Fake(said="unasked")]
+    for engine in engines:
+        engine.ask = lambda wishes, concurrency: [told]
+    pair = tuple([answer(text)] for text in firsts)
+    found = bench._parity(*engines, [Wish("p")], 1, pair)
+    assert found == Parity(1, 0, verdicts)
 
 
 def test_a_tie_is_no_mistake():

@@ -4,6 +4,14 @@
 tests whether sampled answers follow one law; `run.py` asks, `result.py` judges, `page.py` shows.
 """
 
-from outrider.audit.compare import Comparison, Divergence, Tolerance, Verdict, compare, tolerance
+from outrider.audit.compare import (
+    Comparison,
+    Divergence,
+    Tolerance,
+    Verdict,
+    compare,
+    depart,
+    tolerance,
+)
 
-__all__ = ["Comparison", "Divergence", "Tolerance", "Verdict", "compare", "tolerance"]
+__all__ = ["Comparison", "Divergence", "Tolerance", "Verdict", "compare", "depart", "tolerance"]

@@ -20,7 +20,7 @@ from typing import Literal
 
 from outrider.engines import Answer, Token
 
-__all__ = ["Comparison", "Divergence", "Tolerance", "Verdict", "compare", "tolerance"]
+__all__ = ["Comparison", "Divergence", "Tolerance", "Verdict", "compare", "depart", "tolerance"]
 
 Verdict = Literal["numerical tie", "wrong", "unknown"]
 
@@ -118,6 +118,23 @@ def compare(plain: Answer, speculative: Answer) -> Comparison:
         tuple(_finite(_drift(a, b) for a, b in same)),
         tuple(_finite(_noise(a, b) for a, b in same)),
     )
+
+
+def depart(plain: Answer, text: str) -> Divergence:
+    """Return where a text leaves the answer of a plain engine that told its logprobs.
+
+    The text's own token there is taken to be the longest alternative that it goes on with.
+    """
+    before = ""
+    for position, token in enumerate(plain.tokens):
+        if text.startswith(before + token.text):
+            before += token.text
+            continue
+        rest = text[len(before) :]
+        found = [Token(other) for other, _ in token.top if other and rest.startswith(other)]
+        other = max(found, key=lambda one: len(one.text), default=Token(rest[:1]))
+        return _divergence(position, before, token, other if rest else None)
+    return Divergence(None, before, None, None)  # it goes on where plain has ended
 
 
 def _compare_texts(plain: Answer, speculative: Answer) -> Comparison:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.audit import Comparison, compare, tolerance
+from outrider.audit import Comparison, compare, depart, tolerance
 from outrider.audit.prompts import read_prompts
 from outrider.bench.workloads import KINDS, prompts
 from outrider.engines import Answer, Counts, Engine, Wish
@@ -180,19 +180,27 @@ def _parity(
     concurrency: int,
     answers: tuple[Sequence[Answer], Sequence[Answer]],
 ) -> Parity:
-    """Compare texts; if one differs, ask for logprobs too, which tell a tie from a mistake."""
+    """Compare texts; if some differ, ask for logprobs too, which tell a tie from a mistake.
+
+    A difference that does not come again is judged where the text left plain's second answer.
+    """
     pairs = list(zip(*answers, strict=True))
-    same = sum(a.text == b.text for a, b in pairs)
-    if same == len(pairs):
-        return Parity(same, same)
+    differ = [n for n, (a, b) in enumerate(pairs) if a.text != b.text]
+    if not differ:
+        return Parity(len(pairs), len(pairs))
     again = [replace(wish, logprobs=5) for wish in wishes]
-    pairs = list(zip(plain.ask(again, concurrency), other.ask(again, concurrency), strict=True))
-    found = [compare(a, b) for a, b in pairs]
+    second = list(zip(plain.ask(again, concurrency), other.ask(again, concurrency), strict=True))
+    found = [compare(a, b) for a, b in second]
     allowed = tolerance(found).value
-    verdicts = tuple(_verdict(one, allowed) for one in found if not one.identical)
-    # what is equal now was not a moment ago
-    lost = max(0, len(pairs) - same - len(verdicts))
-    return Parity(len(pairs), len(pairs) - len(verdicts) - lost, verdicts + ("unsteady",) * lost)
+    verdicts = {n: _verdict(one, allowed) for n, one in enumerate(found) if not one.identical}
+    for n in differ:
+        ours, theirs = (_left(second[n][0], one.text, allowed) for one in pairs[n])
+        verdicts.setdefault(n, theirs if ours == TIE else "unsteady")
+    return Parity(len(pairs), len(pairs) - len(verdicts), tuple(verdicts.values()))
+
+
+def _left(told: Answer, text: str, allowed: float) -> str:
+    return TIE if text == told.text else depart(told, text).verdict(allowed)
 
 
 def _verdict(one: Comparison, allowed: float) -> str:
