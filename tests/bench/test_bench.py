@@ -69,10 +69,10 @@ def engines(monkeypatch):
     return put
 
 
-def run(tmp_path, specs, **more):
+def run(tmp_path, specs, as_json=True, **more):
     plan = {"concurrency": [1], "rates": [], "max_tokens": 8, "rounds": 2, "requests": 1}
     plan |= {"chat": False, **more}
-    command.run(specs, ["chat"], tmp_path, True, **plan)
+    command.run(specs, ["chat"], tmp_path, as_json, **plan)
 
 
 def test_speed_is_that_of_decoding():
@@ -111,6 +111,18 @@ def test_a_result_has_speed_equation_and_report(tmp_path, engines, capsys):
     assert "4.00 times plain" in page
     assert "3.00 / 0.20 = 15.00" in page
     HTMLParser().feed(page)
+
+
+def test_a_narrow_terminal_shows_which_cell_it_was(tmp_path, engines, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "transformers:target#mode=assisted,draft=a-model-of-many-words,dtype=bfloat16"
+    engines(**{"plain": Fake("plain"), long: Fake(long, seconds=0.5)})
+    run(tmp_path, ["plain", long], as_json=False)
+    said = capsys.readouterr().out
+    assert "chat, B = 1" in said
+    assert "4.00 (4.00-4.00)" in said
+    assert "1/1 equal" in said
+    assert "mode=assisted" in said
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_what_adapts_is_chosen_among_equals():
     advice = advise(search(World(close)))
     assert advice.chosen == Candidate("adaptive", 8)
     assert "model, K = 4 is within 3%" in advice.reasons["drafter"]
-    assert "adaptive, K = 4 had 0.96" in advice.reasons["max_drafts"]
+    assert "K = 4 had 0.96" in advice.reasons["max_drafts"]
 
 
 def test_a_short_budget_still_ends():
@@ -206,6 +206,12 @@ def test_the_command_writes_profile_result_and_page(tmp_path, monkeypatch, capsy
     assert found["profile"] == {"drafter": "model", "max_drafts": 4}
     assert yaml.safe_load((tmp_path / "profile.yaml").read_text()) == found["profile"]
     assert "model, K = 4: 1.80 times plain" in (tmp_path / "tune.html").read_text()
+
+
+def test_what_is_printed_into_a_file_is_the_profile(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: World())
+    command.run(wanted(tmp_path), False)
+    assert capsys.readouterr().out == (tmp_path / "profile.yaml").read_text()
 
 
 def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys):

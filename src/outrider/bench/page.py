@@ -34,6 +34,12 @@ SAID = {
     "scheduler": "scheduler",
     "step": "all of the step",
 }
+LAST_ONES = (
+    "<p>The equation is for a request in a step. What is measured is the time until the last "
+    "request ends: drafts bring some to their end sooner than others, and these last ones have the "
+    "batch to themselves. With more prompts for each request at once (--requests) it stays full "
+    "longer.</p>"
+)
 
 
 def page(result: Result) -> str:
@@ -172,6 +178,7 @@ def _equation(result: Result) -> Iterator[str]:
     )
     heads = ["", "tokens per step", "step", "plain step", "the equation", "measured"]
     yield table(heads, rows)
+    yield LAST_ONES
 
 
 def _acceptance(result: Result) -> Iterator[str]:

@@ -136,25 +136,26 @@ def show(result: Result, console: Console) -> None:
     from outrider.bench.page import headline
     from outrider.bench.result import names
 
-    def said(value: dict[str, float] | None) -> str:
-        return "" if value is None else "{median:.2f} ({min:.2f}-{max:.2f})".format(**value)
-
     called = names(result.engines)
-    table = Table("", "engine", box=None, pad_edge=False)
-    for head in ("tokens/s", "times plain", "tokens/step", "answers"):
+    table = Table(box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column("engine", overflow="fold", min_width=16)
+    for head in ("tokens/s", "times plain", "per step"):
         table.add_column(head, no_wrap=True)
+    table.add_column("answers", min_width=9)
     for cell in result.cells:
         for e, name in enumerate(called):
             one = result.summary(cell, e)
+            speed, ratio = one.get("tokens_per_second"), one.get("times_plain")
             counts = one.get("counts") or {}
             steps = counts.get("request_steps")
             table.add_row(
                 str(cell) if e == 0 else "",
                 name,
-                said(one.get("tokens_per_second")),
-                said(one.get("times_plain")) or one.get("refused", ""),
+                f"{speed['median']:.2f}" if speed else "",
+                "{median:.2f} ({min:.2f}-{max:.2f})".format(**ratio) if ratio else "",
                 f"{counts['emitted'] / steps:.2f}" if steps else "",
-                one["parity"]["said"] if one["parity"] else "",
+                ": ".join(said for said in (_parity(one), one.get("refused")) if said),
                 style="red" if one.get("refused") else None,
             )
     console.print(table)
@@ -162,6 +163,10 @@ def show(result: Result, console: Console) -> None:
     console.print(
         verdict, style={"good": "bold green", "bad": "bold red"}.get(state, "bold yellow")
     )
+
+
+def _parity(one: dict[str, Any]) -> str:
+    return str(one["parity"]["said"]) if one["parity"] else ""
 
 
 def run_compare(old: Path, new: Path, as_json: bool) -> None:

@@ -65,7 +65,7 @@ def _why_drafter(
 ) -> str:
     if chosen == PLAIN:
         others = _listed(search, PLAIN, [c for c in ranking if c != PLAIN][:3])
-        return f"nothing was faster than plain decoding here: {others}"
+        return f"nothing was faster than plain decoding here; of its speed {others}"
     low, high = search.spread(chosen)
     said = f"{search.score(chosen):.2f} times plain ({low:.2f} to {high:.2f} by round)"
     if (steps := search.tokens_per_step(chosen)) > 0:
@@ -74,7 +74,7 @@ def _why_drafter(
         said += f"; {best} is within {CLOSE:.0%} of it, and what adapts is safer"
     rivals = {c.drafter: c for c in reversed(ranking) if c.drafter not in (chosen.drafter, "none")}
     if rivals:
-        said += f"; on the same texts {_listed(search, chosen, rivals.values())}"
+        said += f"; of its speed on the same texts {_listed(search, chosen, rivals.values())}"
     return said
 
 
@@ -82,9 +82,11 @@ def _why_drafts(search: Search, chosen: Candidate) -> str:
     if chosen == PLAIN:
         return "0 is plain decoding"
     others = sorted((c for c in search.ranking if c.drafter == chosen.drafter), key=_k)
-    note = " (branches of a tree count too)" if chosen.drafter == "adaptive" else ""
-    others = [c for c in others if c != chosen]
-    return f"of its speed on the same texts{note}: {_listed(search, chosen, others)}"
+    found = ", ".join(
+        f"K = {c.max_drafts} had {search.score(c, chosen):.2f}" for c in others if c != chosen
+    )
+    note = "; branches of a tree count too" if chosen.drafter == "adaptive" else ""
+    return f"of its speed on the same texts {found}{note}"
 
 
 def _k(candidate: Candidate) -> int:
@@ -93,7 +95,9 @@ def _k(candidate: Candidate) -> int:
 
 def _listed(search: Search, chosen: Candidate, others: Iterable[Candidate]) -> str:
     """Return how fast others were, as a share of the chosen one's speed where both were tried."""
-    return ", ".join(f"{c} had {search.score(c, chosen):.2f}" for c in others)
+    return ", ".join(
+        f"{c.drafter} with K = {c.max_drafts} had {search.score(c, chosen):.2f}" for c in others
+    )
 
 
 def _scalar(value: Any) -> str:

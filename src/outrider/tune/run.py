@@ -206,6 +206,8 @@ def _write(
     (wanted.out / "tune.html").write_text(html, encoding="utf-8")
     if as_json:
         sys.stdout.write(document + "\n")
+    elif not sys.stdout.isatty():
+        sys.stdout.write(text)  # not folded: it may become a file
     else:
         Console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     different = sum(trial.asked - trial.same for trial in search.trials)

@@ -144,14 +144,14 @@ class Search:
             # another round if half of it fits
             while not took or self.clock() + took / 2 < end:
                 before = self.clock()
-                yield from self._round(tell)
+                yield from self.measure_round(tell)
                 took = self.clock() - before
             if len(self._alive) <= 2 or self.clock() - started > self.seconds:
                 return
             keep = max(2, math.ceil(len(self._alive) / 2))
             self._alive = sorted(self._alive, key=self.score, reverse=True)[:keep]
 
-    def _round(self, begun: Callable[[int, Candidate], None]) -> Iterator[Trial]:
+    def measure_round(self, begun: Callable[[int, Candidate], None]) -> Iterator[Trial]:
         """Measure plain, and then all that are left, on the next prompts."""
         number, rung = self.next_round, len(self.rungs) - 1
         self.next_round += 1
