@@ -122,7 +122,7 @@ def test_a_narrow_terminal_shows_which_cell_it_was(tmp_path, engines, capsys, mo
     assert "chat, B = 1" in said
     assert "4.00 (4.00-4.00)" in said
     assert "1/1 equal" in said
-    assert "mode=assisted" in said
+    assert "mode=assisted," in said
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -254,3 +255,16 @@ def test_in_this_process_on_a_real_pair(tmp_path, model_dir):
     found = json.loads(done.stdout)
     assert {trial["candidate"]["drafter"] for trial in found["trials"]} >= {"model", "suffix"}
     assert all(trial["same"] == trial["asked"] for trial in found["trials"])
+
+
+def test_the_measured_profile_is_near_the_best_of_the_grid():
+    """What docs/tools/tune.md tells of a real server: benchmarks/tune_grid.py on unseen prompts."""
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    tuned = json.loads((results / "tune_sglang.json").read_text())
+    measured = json.loads((results / "tune_grid.json").read_text())
+    chosen = Candidate(tuned["profile"]["drafter"], tuned["profile"]["max_drafts"])
+    assert tuned["minutes"] == 10
+    assert measured["tune"] == tuned["provenance"]
+    speeds = {cell["setting"]: cell["times_plain"] for cell in measured["grid"]}
+    assert {str(c) for c in grid(["model", "suffix", "ngram", "adaptive"])} < set(speeds)
+    assert speeds[str(chosen)] >= 0.95 * max(speeds.values())

@@ -151,7 +151,7 @@ def show(result: Result, console: Console) -> None:
             steps = counts.get("request_steps")
             table.add_row(
                 str(cell) if e == 0 else "",
-                name,
+                name.replace(",", ", "),
                 f"{speed['median']:.2f}" if speed else "",
                 "{median:.2f} ({min:.2f}-{max:.2f})".format(**ratio) if ratio else "",
                 f"{counts['emitted'] / steps:.2f}" if steps else "",
