@@ -195,7 +195,7 @@ def test_a_profile_is_one_that_serves(tmp_path):
 
 def wanted(tmp_path, **more):
     given = {"engine": "http://world", "flags": [], "workload": "mixed", "concurrency": 2}
-    given |= {"minutes": 2.0, "chat": False, "out": tmp_path}
+    given |= {"minutes": 0.02, "chat": False, "out": tmp_path}  # of real time: the search's clock
     return command.Wanted(**{**given, **more})
 
 
