@@ -57,8 +57,11 @@ def serving(
 
 
 def _free_port() -> int:
-    """Return a port that nobody has; SGLang takes one 10,000 above it too."""
-    for port in range(31_000, 50_000, 7):
+    """Return a port that nobody has; SGLang takes one 10,000 above it too.
+
+    Both below 32,768: from there on clients get theirs, and may take it while the server loads.
+    """
+    for port in range(20_000, 22_000, 7):
         with socket.socket() as s:
             if s.connect_ex(("127.0.0.1", port)):
                 return port

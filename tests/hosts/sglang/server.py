@@ -29,9 +29,12 @@ STARTUP_SECONDS = 240
 
 
 def free_port() -> int:
-    """Return a port that nobody has now; SGLang adds 10,000 for a second one of its own."""
+    """Return a port that nobody has now; SGLang adds 10,000 for a second one of its own.
+
+    Both below 32,768: from there on clients get theirs, and may take it while a server loads.
+    """
     while True:
-        port = random.randrange(20_000, 50_000)
+        port = random.randrange(10_000, 22_000)
         with socket.socket() as s:
             if s.connect_ex(("127.0.0.1", port)):
                 return port
