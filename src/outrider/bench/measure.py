@@ -214,7 +214,7 @@ def speed_of(answers: Sequence[Answer]) -> float:
     """
     start = min(a.arrivals[0][0] + a.first_token for a in answers)
     end = max(a.arrivals[-1][0] for a in answers)
-    tokens = sum(n for a in answers for t, n in a.arrivals[-1:])
+    tokens = sum(a.arrivals[-1][1] for a in answers)
     early = sum(n for a in answers for t, n in a.arrivals[1:2] if t <= start)
     return (tokens - early) / (end - start) if end > start else 0.0
 

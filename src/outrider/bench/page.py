@@ -36,7 +36,7 @@ SAID = {
 }
 LAST_ONES = (
     "<p>The equation is for a request in a step. What is measured is the time until the last "
-    "request ends: drafts bring some to their end sooner than others, and these last ones have the "
+    "request ends: drafts bring some to their end sooner than others, and the last ones have the "
     "batch to themselves. With more prompts for each request at once (--requests) it stays full "
     "longer.</p>"
 )

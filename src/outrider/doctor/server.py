@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from outrider.doctor.known_bad import OURS, OWN
 from outrider.doctor.model import Model
 from outrider.doctor.pair import Plan
 from outrider.doctor.weights import BYTES
+from outrider.engines import authorization
 from outrider.errors import Unsupported
 
 __all__ = ["Served", "ask", "check_server"]
@@ -126,9 +126,7 @@ def ask(url: str) -> Served:
 
 def _get(root: str, path: str) -> Any:
     """Return an answer's JSON, None if the server has no such page or it is no JSON."""
-    request = urllib.request.Request(root + path)
-    if key := os.environ.get("OPENAI_API_KEY"):
-        request.add_header("Authorization", f"Bearer {key}")
+    request = urllib.request.Request(root + path, headers=authorization())
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
             return json.loads(answer.read())

@@ -13,6 +13,24 @@
 Importing this package needs nothing but the standard library.
 """
 
-from outrider.engines.base import Answer, Counts, Engine, Token, Wish, both_modes, open_engine
+from outrider.engines.base import (
+    Answer,
+    Counts,
+    Engine,
+    Token,
+    Wish,
+    authorization,
+    both_modes,
+    open_engine,
+)
 
-__all__ = ["Answer", "Counts", "Engine", "Token", "Wish", "both_modes", "open_engine"]
+__all__ = [
+    "Answer",
+    "Counts",
+    "Engine",
+    "Token",
+    "Wish",
+    "authorization",
+    "both_modes",
+    "open_engine",
+]

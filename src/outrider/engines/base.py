@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -11,7 +12,17 @@ from typing import Any, Protocol
 
 from outrider.errors import Unsupported
 
-__all__ = ["Answer", "Counts", "Engine", "Heard", "Token", "Wish", "both_modes", "open_engine"]
+__all__ = [
+    "Answer",
+    "Counts",
+    "Engine",
+    "Heard",
+    "Token",
+    "Wish",
+    "authorization",
+    "both_modes",
+    "open_engine",
+]
 
 
 @dataclass(frozen=True)
@@ -263,3 +274,9 @@ def _options(spec: str, given: str) -> Mapping[str, Any]:
         except json.JSONDecodeError:
             found[key] = value
     return found
+
+
+def authorization() -> dict[str, str]:
+    """Return the header that a server with a key wants: the key is $OPENAI_API_KEY."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -14,7 +14,16 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
-from outrider.engines.base import Answer, Counts, Heard, Token, Wish, outrider_body, said
+from outrider.engines.base import (
+    Answer,
+    Counts,
+    Heard,
+    Token,
+    Wish,
+    authorization,
+    outrider_body,
+    said,
+)
 from outrider.errors import Unsupported
 
 __all__ = ["ServerEngine", "parse_metrics"]
@@ -193,9 +202,7 @@ class ServerEngine:
         return found
 
     def _get(self, path: str) -> str:
-        key = os.environ.get("OPENAI_API_KEY")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        request = urllib.request.Request(self.root + path, headers=headers)
+        request = urllib.request.Request(self.root + path, headers=authorization())
         with urllib.request.urlopen(request, timeout=30) as reply:
             return str(reply.read().decode())
 

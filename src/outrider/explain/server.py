@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
+from outrider.engines import authorization
 from outrider.errors import Unsupported
 from outrider.explain.recording import (
     TOP,
@@ -44,9 +44,7 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._headers = {"Content-Type": "application/json", **authorization()}
         if not self.url.startswith(("http://", "https://")):
             raise Unsupported(f"the URL {url!r}", fix="write it as http://localhost:30000")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,8 @@ class Advice:
         lines = [f"# {line}" for line in about]
         for key, value in self.values.items():
             lines.append("")
-            lines += [f"# {line}" for line in _wrapped(self.reasons[key])]
-            lines.append(f"{key}: {_scalar(value)}")
+            lines += [f"# {line}" for line in textwrap.wrap(self.reasons[key], 96)]
+            lines.append(f"{key}: {value}")
         return "\n".join([*lines, ""])
 
 
@@ -98,16 +99,6 @@ def _listed(search: Search, chosen: Candidate, others: Iterable[Candidate]) -> s
     return ", ".join(
         f"{c.drafter} with K = {c.max_drafts} had {search.score(c, chosen):.2f}" for c in others
     )
-
-
-def _scalar(value: Any) -> str:
-    return "null" if value is None else str(value)
-
-
-def _wrapped(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, 96)
 
 
 def about(facts: Mapping[str, Any], search: Search, traffic: str, date: str) -> list[str]:
