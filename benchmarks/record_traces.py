@@ -31,7 +31,7 @@ from outrider.hosts.transformers.runner import Runner
 from outrider.report import provenance
 
 FILE = Path(__file__).parents[1] / "tests" / "control" / "traces.json.gz"
-DEPTH = 8
+DEPTH = 12
 
 
 def main() -> None:
@@ -39,8 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default="qwen2.5-coder-1.5b-instruct")
     parser.add_argument("--draft", default="qwen2.5-coder-0.5b-instruct")
-    parser.add_argument("--each", type=int, default=2, help="texts of each kind")
-    parser.add_argument("--tokens", type=int, default=72)
+    parser.add_argument("--each", type=int, default=4, help="texts of each kind")
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--times", type=Path, help="the trace of a server's steps")
     args = parser.parse_args()
     times = fit(args.times) if args.times else read()["times"]
@@ -50,7 +50,7 @@ def main() -> None:
     ids = [chat_ids(tokenizer, text) for text in texts]
     target = load(args.target, "bfloat16")
     draft = outrider.quantized_copy(load(args.draft, "bfloat16"), 4)
-    sampling = {"max_tokens": args.tokens, "ignore_eos": True}
+    sampling = {"max_tokens": args.tokens}
     done = outrider.generate(target, ids, drafter=draft, max_drafts=4, sampling=sampling)
     runner, answers = Runner(draft), list(zip(kinds, ids, done.outputs, strict=True))
     traces = [

@@ -27,11 +27,11 @@ from outrider.core import (
 from outrider.drafters import NgramDrafter, SuffixDrafter
 
 FILE = Path(__file__).parent / "traces.json.gz"
-MOST = 8
+MOST = 12
 """Drafts of a request in a step."""
 
-FIXED = ("plain", "suffix 4", "suffix 8", "model 2", "model 4", "model 8")
-"""Who drafts, and how much."""
+FIXED = ("plain", "suffix 4", "suffix 12", "model 2", "model 4", "model 8")
+"""Who drafts, and how much; with the options that they have by default."""
 
 
 @lru_cache(maxsize=1)
@@ -85,8 +85,8 @@ class RecordedModel:
 
     name = "model"
 
-    def __init__(self, theatre, siblings: bool = False) -> None:
-        self.theatre, self.siblings = theatre, siblings
+    def __init__(self, theatre, siblings: bool = False, min_survival: float = 0.6) -> None:
+        self.theatre, self.siblings, self.min_survival = theatre, siblings, min_survival
 
     def start(self, requests):
         pass
@@ -96,12 +96,13 @@ class RecordedModel:
     def propose(self, requests, budget):
         depth = [0] * len(requests)
         survival = [1.0] * len(requests)
-        share = budget.min_gain / max(1, sum(k > 0 for k in budget.max_drafts)) / 2
+        share = budget.min_gain / max(1, sum(k > 0 for k in budget.max_drafts))
+        least = max(self.min_survival, share / 2)
         while True:
             eager = [
                 r
                 for r, most in enumerate(budget.max_drafts)
-                if depth[r] < min(most, len(requests[r].drafts())) and survival[r] >= share
+                if depth[r] < min(most, len(requests[r].drafts())) and survival[r] >= least
             ]
             if not eager or sum(survival[r] for r in eager) < budget.min_gain:
                 break
@@ -203,7 +204,7 @@ class Theatre:
 def adaptive(theatre, **options):
     """The adaptive drafter, told first how long passes take, as a server does."""
     drafter = adaptive_drafter(
-        RecordedModel(theatre, siblings=True), clock=theatre.clock, **options
+        RecordedModel(theatre, siblings=True, min_survival=0.0), clock=theatre.clock, **options
     )
     for rows in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128):
         drafter.cost.observe(rows, 0, theatre.verify(rows))
@@ -212,7 +213,7 @@ def adaptive(theatre, **options):
 
 
 class Fixed:
-    """One drafter and so many drafts; nobody holds back."""
+    """One drafter and so many drafts."""
 
     def __init__(self, drafter, count) -> None:
         self.drafter, self.count = drafter, count
@@ -230,11 +231,12 @@ class Fixed:
 class Oracle:
     """Knows what will be accepted: drafts exactly that, of whom it pays to ask.
 
-    In each step it takes the best of all depths of the model and all numbers of the drafts that
-    will be accepted, by what a second is worth (`price`: tokens a second, found by `best_oracle`).
+    In each step it tries all depths of the model and all numbers of drafts that will be accepted,
+    and takes what makes the most tokens a second, or, given a price, the most tokens when every
+    second costs so many.
     """
 
-    def __init__(self, theatre, free, price: float) -> None:
+    def __init__(self, theatre, free, price: float | None = None) -> None:
         self.theatre, self.free, self.price = theatre, free, price
 
     def start(self, requests):
@@ -255,8 +257,9 @@ class Oracle:
         for drafter in self.free:
             for r, draft in enumerate(drafter.propose(requests, budget).drafts()):
                 free[r] = max(free[r], right(draft.tokens, draft.parents, requests[r].left))
-        model = [right([int(e[0]) for e in r.drafts()], range(-1, MOST), r.left) for r in requests]
-        model = [min(m, k) for m, k in zip(model, budget.max_drafts, strict=True)]
+        model = [
+            min(right_of_model(r), k) for r, k in zip(requests, budget.max_drafts, strict=True)
+        ]
         best, plan = None, None
         for depth in range(max(model) + 1):
             gains = [max(f, min(m, depth)) for f, m in zip(free, model, strict=True)]
@@ -264,7 +267,8 @@ class Oracle:
             passes = depth * self.theatre.draft(users) if users else 0.0
             for rows in range(sum(gains) + 1):
                 seconds = self.theatre.verify(batch + rows) + passes
-                worth = batch + rows - self.price * seconds
+                tokens = batch + rows
+                worth = tokens / seconds if self.price is None else tokens - self.price * seconds
                 if best is None or worth > best:
                     best, plan = worth, (gains, rows, passes)
         gains, rows, passes = plan
@@ -286,6 +290,14 @@ def right(tokens, parents, text) -> int:
         if parent in depths and depths[parent] < len(text) and token == text[depths[parent]]:
             depths[node] = depths[parent] + 1
     return max(depths.values())
+
+
+def right_of_model(request) -> int:
+    """How many drafts of the model are the text, the last of them maybe the next best token."""
+    said, text = request.drafts(), request.left
+    chain = right([int(e[0]) for e in said], range(-1, MOST), text)
+    beside = chain < min(len(said), len(text)) and int(said[chain][2]) == text[chain]
+    return chain + beside
 
 
 def traces_of(kind, batch):
@@ -313,20 +325,19 @@ def speeds(kind, batch):
 
     return {
         **{name: fixed(name) for name in FIXED},
-        "tiers": play(lambda theatre: TieredDrafter(RecordedModel(theatre))),
+        "tiers": play(lambda theatre: TieredDrafter(RecordedModel(theatre, min_survival=0.0))),
         "adaptive": play(adaptive),
         "oracle": best_oracle(traces, batch, warm),
     }
 
 
 def best_oracle(traces, batch, warm) -> float:
-    """The oracle's speed, at the price that makes it the best: its own speed."""
-    price = 0.0
-    for _ in range(6):
+    """The oracle's speed, at the price at which it is the highest."""
+
+    def play(price=None):
         theatre = Theatre(traces, batch, warm)
         free = [SuffixDrafter(min_vote=0.0), NgramDrafter()]
-        found = theatre.play(Oracle(theatre, free, price))
-        if abs(found - price) < 1e-3 * found:
-            break
-        price = found
-    return found
+        return theatre.play(Oracle(theatre, free, price))
+
+    greedy = play()
+    return max(greedy, *(play(share * greedy) for share in (0.9, 1.0)))

@@ -71,3 +71,24 @@ def test_chances_have_bounds():
         learner.chances("other", 0).observe(0.0, False)
     assert chance(learner, "model", 0, 1.0) == MOST
     assert chance(learner, "other", 0, 0.0) == LEAST
+
+
+def test_hope_is_for_what_is_not_known():
+    learner, rng = Acceptance(), random.Random(4)
+    early = learner.chances("model", "new").hope(0.5) - prior(5)
+    for request in range(20):
+        play(learner, rng, request, lambda c: 0.7, 60, drafter="model")
+    new, old = learner.chances("model", "other"), learner.chances("model", 19)
+    assert early > new.hope(0.5) - new.of(0.5) > old.hope(0.5) - old.of(0.5) > 0
+    assert old.hope(0.5, 16) < old.hope(0.5, 64) < old.hope(0.5, 10_000) == MOST
+
+
+def test_an_easy_text_makes_unsure_drafts_likely():
+    """The shift is one of odds: it moves a chance of a half further than one of nine tenths."""
+    learner, rng = Acceptance(), random.Random(5)
+    for request in range(40):
+        play(learner, rng, request, lambda c: c, 60)
+    play(learner, rng, "easy", lambda c: 0.97, 15)
+    for confidence, least in ((0.55, 0.75), (0.92, 0.93)):
+        assert chance(learner, "suffix", "new", confidence) == pytest.approx(confidence, abs=0.06)
+        assert chance(learner, "suffix", "easy", confidence) > least

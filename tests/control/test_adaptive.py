@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.control.adaptive import EXPLORE, AdaptiveDrafter
+from outrider.control.adaptive import AdaptiveDrafter
 from outrider.core import Budget, KeyedCoins, Outcome, Proposal, chain
 
 K = 6
@@ -190,11 +190,25 @@ def test_a_model_drafts_where_it_is_worth_its_passes(pass_seconds, wanted):
     drafter = AdaptiveDrafter({"free": Guesser("free", 0.1)}, model, clock=world.clock)
     world.run(drafter, 100)
     asked = model.asked
-    world.run(drafter, 4 * EXPLORE)
-    share = (model.asked - asked) / (4 * EXPLORE)
+    world.run(drafter, 256)
+    share = (model.asked - asked) / (256)
     assert share > 0.9 if wanted else share < 0.05  # tried again now and then
     plain = 1 / 0.1
-    assert world.run(drafter, 4 * EXPLORE) > (2 * plain if wanted else 0.97 * plain)
+    assert world.run(drafter, 256) > (2 * plain if wanted else 0.97 * plain)
+
+
+def test_a_model_that_has_become_good_is_found_again():
+    """It rests while it is bad; hopes grow, and what it then does is believed."""
+    world = World(2, lambda rows: 0.1, 0.02)
+    model = Guesser("model", 0.1, passes=world.draft_passes)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.05)}, model, clock=world.clock)
+    world.run(drafter, 100)
+    asked = model.asked
+    world.run(drafter, 200)
+    assert model.asked - asked <= 10
+    model.chance = 0.95
+    world.run(drafter, 200)
+    assert world.run(drafter, 50) > 2 * 2 / 0.1
 
 
 def test_what_drafters_say_is_joined_into_a_tree():

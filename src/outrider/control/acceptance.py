@@ -1,12 +1,15 @@
 """How likely a draft is to be accepted, learnt from what became of the drafts before it.
 
 A drafter says how sure it is of each draft (its own probability, the share of a vote); nothing says
-that it is right to be. Two things are learnt, both by decayed counts:
+that it is right to be. Two things are learnt:
 
-* *calibration*, for each drafter: how often drafts of such a confidence are accepted, given that
-  all above them were. Shared by all requests, so a new request starts with what is known;
-* *a factor*, for each request and drafter: how many of its drafts were accepted, over how many
-  calibration expected. Some texts are easier than others.
+* *calibration*, for each drafter, by decayed counts: how often drafts of such a confidence are
+  accepted, given that all above them were. Shared by all requests, so a new request starts with
+  what is known;
+* *a shift*, for each request and drafter: by how much its log-odds lie above or below calibration.
+  Some texts are easier than others, and an easy one makes unsure drafts likely rather than sure
+  ones certain. It is found by a Newton step for each draft, so it comes with its own precision:
+  what little is known of a new request leaves room for hope.
 
 Only drafts whose parent is part of the text say something. They need not have been verified: what
 a drafter *would* have said is scored by what was emitted anyway.
@@ -14,6 +17,7 @@ a drafter *would* have said is scored by what was emitted anyway.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Hashable
 
@@ -27,6 +31,13 @@ POOL_MEMORY = 2000.0
 REQUEST_MEMORY = 30.0
 """Drafts after which an observation counts half as much, in a bucket and for a request."""
 
+UNKNOWN = 4.0
+"""Precision of a new request's shift: texts differ by about 0.5 in log-odds."""
+
+REST = 32.0
+"""Steps without a draft after which half of what is known of a request is forgotten, and hopes are
+higher by 1, in log-odds: in the end everything is tried again that could be worth it."""
+
 LEAST, MOST = 0.02, 0.98
 
 
@@ -37,41 +48,66 @@ def prior(bucket: int) -> float:
 
 
 class _Count:
-    """Accepted drafts and expected ones, older ones counting less."""
+    """Accepted drafts and tried ones, older ones counting less."""
 
-    __slots__ = ("_keep", "hits", "tries")
+    __slots__ = ("hits", "tries")
 
-    def __init__(self, hits: float, tries: float, memory: float) -> None:
+    _keep = 0.5 ** (1.0 / POOL_MEMORY)
+
+    def __init__(self, hits: float, tries: float) -> None:
         self.hits, self.tries = hits, tries
-        self._keep = 0.5 ** (1.0 / memory)
 
-    def add(self, hit: bool, weight: float = 1.0) -> None:
+    def add(self, hit: bool) -> None:
         self.hits = self.hits * self._keep + hit
-        self.tries = self.tries * self._keep + weight
+        self.tries = self.tries * self._keep + 1.0
 
 
 class Chances:
     """The chances of one drafter's drafts for one request."""
 
-    __slots__ = ("_buckets", "_factor")
+    __slots__ = ("_buckets", "_learnt", "_shift")
+
+    _keep = 0.5 ** (1.0 / REQUEST_MEMORY)
 
     def __init__(self, buckets: list[_Count]) -> None:
         self._buckets = buckets
-        self._factor = _Count(PRIOR_WEIGHT, PRIOR_WEIGHT, REQUEST_MEMORY)
+        self._shift = 0.0
+        self._learnt = 0.0  # precision of the shift, beyond UNKNOWN
 
     def of(self, confidence: float) -> float:
         """Return the chance of a draft, given that all above it are accepted."""
-        bucket, factor = self._bucket(confidence), self._factor
-        return min(MOST, max(LEAST, factor.hits / factor.tries * bucket.hits / bucket.tries))
+        return _limit(self._chance(self._bucket(confidence), self._shift))
+
+    def hope(self, confidence: float, idle: int = 0) -> float:
+        """Return the same for one who hopes: by a standard deviation, and more when it is long ago.
+
+        idle: steps since the drafter was last tried
+        """
+        bucket, keep = self._bucket(confidence), 0.5 ** (idle / REST)
+        pooled = _limit(bucket.hits / bucket.tries)
+        known, pool_known = UNKNOWN + self._learnt * keep, bucket.tries * pooled * (1.0 - pooled)
+        hope = math.sqrt(1.0 / known + 1.0 / pool_known) + idle / REST
+        return _limit(self._chance(bucket, self._shift * keep + hope))
 
     def observe(self, confidence: float, hit: bool) -> None:
         """Learn that a draft was right or not, all above it being right."""
         bucket = self._bucket(confidence)
-        self._factor.add(hit, bucket.hits / bucket.tries)
+        chance = self._chance(bucket, self._shift)
+        self._learnt = self._learnt * self._keep + chance * (1.0 - chance)
+        self._shift += (hit - chance) / (UNKNOWN + self._learnt)
         bucket.add(hit)
 
     def _bucket(self, confidence: float) -> _Count:
         return self._buckets[bisect_right(EDGES, confidence)]
+
+    @staticmethod
+    def _chance(bucket: _Count, shift: float) -> float:
+        pooled = _limit(bucket.hits / bucket.tries)
+        return pooled / (pooled + (1.0 - pooled) * math.exp(-shift))
+
+
+def _limit(chance: float) -> float:
+    return min(MOST, max(LEAST, chance))
 
 
 class Acceptance:
@@ -87,7 +123,7 @@ class Acceptance:
         if drafter not in known:
             if drafter not in self._buckets:
                 self._buckets[drafter] = [
-                    _Count(prior(bucket) * PRIOR_WEIGHT, PRIOR_WEIGHT, POOL_MEMORY)
+                    _Count(prior(bucket) * PRIOR_WEIGHT, PRIOR_WEIGHT)
                     for bucket in range(len(EDGES) + 1)
                 ]
             known[drafter] = Chances(self._buckets[drafter])

@@ -17,9 +17,9 @@ model's passes happen inside. On several ranks they must be one rank's times (`c
 alike then.
 
 What is not tried is not forgotten. Free drafters are scored on what was emitted, used or not; the
-model is tried once on each new request and again every EXPLORE steps; a batch size never seen
-starts with a plain step. And whatever was planned, a brake compares what was measured with plain
-decoding.
+model is also tried where it would be worth it if the hopes for a request came true, and hopes
+grow again while it rests; a batch size never seen starts with a plain step. And whatever was
+planned, a brake compares what was measured with plain decoding.
 """
 
 from __future__ import annotations
@@ -56,9 +56,6 @@ from outrider.drafters import NgramDrafter, SuffixDrafter
 
 MARGIN = 0.05
 """By which share drafting must promise more than plain decoding, and a model more than without."""
-
-EXPLORE = 64
-"""Steps after which a draft model is tried again on a request for which it was not worth it."""
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 """How deep a draft model is considered."""
@@ -145,7 +142,9 @@ class AdaptiveDrafter:
         self._on_step = on_step
         self._step: Step | None = None
         self._plans: dict[int, _Plan] = {}
-        self._idle: dict[int, int] = {}  # steps since the model last drafted for a request
+        # steps since the model last drafted for a request, and for anyone
+        self._idle: dict[int, int] = {}
+        self._rest = 0
         self._drafters = [*self._free.values(), *([model] if model is not None else [])]
         names = [*self._free, *([model.name] if model is not None else [])]
         self._siblings = {name: f"{name} sibling" for name in names}
@@ -266,8 +265,8 @@ class AdaptiveDrafter:
         goodput, users = self._consult(requests, budget, plans, best, step.context)
         if users:
             self._ask(requests, budget, plans, users, goodput, step)
-            # the model's passes are paid for: only the rows are weighed now
-            best = choose([plan.survival for plan in plans], seconds)
+            # the model's passes are paid for, but their time is part of the step
+            best = choose([plan.survival for plan in plans], seconds + step.drafted)
         return best
 
     def _consult(
@@ -278,39 +277,57 @@ class AdaptiveDrafter:
         without: Choice,
         context: int,
     ) -> tuple[float, set[int]]:
-        """Return the goodput to expect if the model drafts, and for whom; nobody if it should not.
+        """Return the goodput to expect, and for whom the model should draft; for nobody, maybe.
 
-        A request for which it has not drafted yet, or not for long, is one to try it on.
+        Besides those for whom it is worth it, those for whom it may be: hope decides who is tried,
+        not what is expected.
         """
         if self._model is None:
-            return 0.0, set()
-        for request in requests:
-            self._idle[request.id] = self._idle.get(request.id, EXPLORE) + 1
-        due = {
-            r
-            for r, (request, most) in enumerate(zip(requests, budget.max_drafts, strict=True))
-            if most and self._idle[request.id] > EXPLORE
-        }
+            return without.goodput, set()
         ahead = _AHEAD.format(self._model.name)
-        chances = [self.acceptance.chances(ahead, r.id).of(1.0) for r in requests]
+        chances, hopes = [], []
+        self._rest += 1
+        for request in requests:
+            mine = self.acceptance.chances(ahead, request.id)
+            idle = self._idle[request.id] = self._idle.get(request.id, self._rest - 1) + 1
+            chances.append(mine.of(1.0))
+            hopes.append(mine.hope(1.0, idle))
+        expected, users = self._best_users(chances, budget, plans, without.goodput, context)
+        if len(users) < len(requests):
+            users |= self._best_users(hopes, budget, plans, expected, context)[1]
+        return expected, users
+
+    def _best_users(
+        self,
+        chances: Sequence[float],
+        budget: Budget,
+        plans: Sequence[_Plan],
+        goodput: float,
+        context: int,
+    ) -> tuple[float, set[int]]:
+        """Return the best goodput with the model, and who would use it; nobody if not worth it.
+
+        chances: for each request, of each draft that the model would make
+        goodput: what there is without, to be beaten by the margin
+        """
         worth = [sum(plan.survival) for plan in plans]
-        best, users = without.goodput * (1 + self._margin), set[int]()
+        best, found = goodput * (1 + self._margin), set[int]()
         deepest = max(budget.max_drafts, default=0)
         for depth in (d for d in DEPTHS if d <= deepest):
             chains: list[Sequence[float]] = []
-            drafting = set()
+            users = set()
             for r, chance in enumerate(chances):
                 own = list(accumulate(repeat(chance, min(depth, budget.max_drafts[r])), mul))
                 if sum(own) > worth[r]:
-                    drafting.add(r)
-                chains.append(own if r in drafting else plans[r].survival)
-            if not drafting:
+                    users.add(r)
+                chains.append(own if r in users else plans[r].survival)
+            if not users:
                 continue
             rows = len(chains) + sum(budget.max_drafts)
-            found = choose(chains, self.cost.table(rows, context, depth, len(drafting)))
-            if found.goodput > best:
-                best, users = found.goodput, drafting
-        return (best if users else without.goodput), users | due
+            plan = choose(chains, self.cost.table(rows, context, depth, len(users)))
+            if plan.goodput > best:
+                best, found = plan.goodput, users
+        return (best if found else goodput), found
 
     def _ask(
         self,
@@ -323,6 +340,7 @@ class AdaptiveDrafter:
     ) -> None:
         """Let the model draft for some requests, as long as a pass is worth its time."""
         assert self._model is not None
+        self._rest = 0
         for r in users:
             self._idle[requests[r].id] = 0
         most = tuple(k if r in users else 0 for r, k in enumerate(budget.max_drafts))
@@ -330,7 +348,7 @@ class AdaptiveDrafter:
         rows = self.cost.verify.table(len(requests) + sum(most))
         row = (rows[-1] - rows[len(requests)]) / sum(most)
         gain = goodput * float(self.cost.draft.seconds(len(users)) + len(users) * row)
-        gain = min(gain, 0.99 * len(users))  # who is tried drafts at least once
+        gain = min(gain, 0.99 * len(users))  # who is asked drafts at least once
         started = self._clock()
         asked = replace(budget, max_drafts=most, min_gain=gain, chance=self._model_chance)
         proposal = self._model.propose(requests, asked)
