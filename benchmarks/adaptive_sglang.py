@@ -4,11 +4,12 @@
     python benchmarks/adaptive_sglang.py --report runs.jsonl      # where there is matplotlib
 
 Two real servers side by side, of which one works at a time. A cell is a kind of text and a batch of
-B requests. Its prompts are put into the prefix caches first; then each method answers the same
-prompts, greedily, for a few seconds, during which all B of them are being decoded. What counts is
-the ratio of speeds within a round. Rounds repeat one another: round 0 tries every method, later
-ones bare SGLang, tiers, adaptive and that fixed choice which was the best of the cell in round 0
-(plain decoding is one of them). Luck in round 0 is thereby in favour of the fixed choice.
+B requests. Its prompts are put into the prefix caches first; then each method writes as much of the
+same greedy answers, with all B of them being decoded. What counts is the ratio of speeds within a
+round. Each round has prompts of its own. Round 0 tries every method. Later ones judge: bare SGLang,
+tiers, adaptive, and those two fixed choices which were the best of the cell in round 0 (plain
+decoding is one of them), of which the better is *best fixed*: what luck there is favours it. Round
+0 does not count where there are others: the best of six noisy figures is too good.
 
 Fixed choices are what a user can set: a drafter with its default options, which may propose fewer
 than K drafts, and K. `tiers` is SGLang's own adaptive rule (src/outrider/control/tiers.py). What
@@ -32,7 +33,7 @@ from common import IMAGES, chat_ids, model_path, pyplot, save_plot, spread, writ
 from common_sglang import (
     Suspendable,
     fill_cache,
-    measure_window,
+    measure,
     outrider_flags,
     same_outputs,
     side_by_side,
@@ -42,7 +43,7 @@ from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from outrider.bench.workloads import KINDS, prompts
+from outrider.bench.workloads import KINDS, VARIANTS, prompts
 from outrider.report import provenance
 
 BARE, TIERS, ADAPTIVE = "bare", "tiers", "adaptive"
@@ -55,6 +56,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "model 8": {"drafter": "model", "max_drafts": 8},
 }
 METHODS = {**FIXED, TIERS: {"drafter": TIERS}, ADAPTIVE: {"drafter": ADAPTIVE}}
+JUDGED = 2
+"""How many fixed choices go on after round 0."""
+
 MOST_DRAFTS = 12
 FLAGS = [
     *("--dtype", "bfloat16", "--mem-fraction-static", "0.6", "--max-total-tokens", "20480"),
@@ -73,7 +77,7 @@ def main() -> None:
     parser.add_argument("--draft", default="qwen2.5-coder-0.5b-instruct")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a measurement")
+    parser.add_argument("--tokens", type=int, default=48, help="of each answer, in the mean")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--draft-bits", type=int, choices=[4, 8], default=4)
@@ -110,8 +114,7 @@ def run(args: argparse.Namespace, file: Path) -> None:
         return
     print(f"runs go to {file}")
     _append(file, [{**setting, "provenance": provenance()}])
-    fixed = [name for name in args.methods if name in FIXED]
-    spared = len(fixed[1:])  # all fixed methods but one, after round 0
+    spared = max(0, sum(name in FIXED for name in args.methods) - JUDGED)  # after round 0
     total = sum(1 + len(args.methods) - (spared if cell[2] else 0) for cell in cells)
     tokenizer = AutoTokenizer.from_pretrained(model_path(args.target))
     drafters: dict[str, dict[str, str]] = {name: {} for name in _drafters(args.methods)}
@@ -129,21 +132,23 @@ def run(args: argparse.Namespace, file: Path) -> None:
         task = progress.add_task("warming up", total=total)
         for batch in args.batches:  # texts that are not measured: control has met traffic before
             warm = [chat_ids(tokenizer, text) for text in prompts("mixed", batch, 90)]
-            measure_window(bare, warm, 2, None)
+            measure(bare, warm, 8, None)
             for name in args.methods[-2:]:
-                measure_window(ours, warm, args.seconds, METHODS[name])
+                measure(ours, warm, args.tokens, METHODS[name])
         progress.update(task, description="measuring")
         started = time.perf_counter()
         for number, (kind, batch, round_) in enumerate(cells):
             names = [BARE, *args.methods]
             if round_:
-                best = best_fixed(run for run in runs if _place(run) == (kind, batch, 0))
-                names = [name for name in names if name in (BARE, best, TIERS, ADAPTIVE)]
-            ids = [chat_ids(tokenizer, text) for text in prompts(kind, batch)]
+                best = best_fixed([run for run in runs if _place(run) == (kind, batch, 0)])
+                judged = (BARE, *best[:JUDGED], TIERS, ADAPTIVE)
+                names = [name for name in names if name in judged]
+            offset = round_ * batch % (VARIANTS + 1 - batch)
+            ids = [chat_ids(tokenizer, text) for text in prompts(kind, batch, offset)]
             # nobody is always the first, or right after bare SGLang
             turn = number % len(names)
             found = measure_cell(
-                bare, ours, ids, args.seconds, [*names[turn:], *names[:turn]],
+                bare, ours, ids, args.tokens, [*names[turn:], *names[:turn]],
                 lambda: progress.advance(task),
             )  # fmt: skip
             new = [{"kind": kind, "batch": batch, "round": round_, **run} for run in found]
@@ -161,7 +166,7 @@ def measure_cell(
     bare: Suspendable,
     ours: Suspendable,
     ids: list[list[int]],
-    seconds: float,
+    tokens: int,
     names: list[str],
     advance: Callable[[], None],
 ) -> list[Run]:
@@ -171,7 +176,7 @@ def measure_cell(
     runs = {}
     for name in names:
         server = bare if name == BARE else ours
-        runs[name] = measure_window(server, ids, seconds, METHODS.get(name))
+        runs[name] = measure(server, ids, tokens, METHODS.get(name))
         advance()
     for run in runs.values():
         run["same"] = same_outputs(run, runs[BARE])
@@ -181,10 +186,12 @@ def measure_cell(
     ]
 
 
-def best_fixed(runs: Iterable[Run]) -> str | None:
-    """Return the fixed method that was the fastest of these runs."""
-    fixed = [run for run in runs if run["method"] in FIXED]
-    return str(max(fixed, key=_speed)["method"]) if fixed else None
+def best_fixed(runs: list[Run]) -> list[str]:
+    """Return the fixed methods that are in all rounds of a cell, the fastest first."""
+    rounds = {run["round"] for run in runs}
+    speeds = {name: [_speed(run) for run in runs if run["method"] == name] for name in FIXED}
+    speeds = {name: found for name, found in speeds.items() if len(found) == len(rounds)}
+    return sorted(speeds, key=lambda name: -statistics.geometric_mean(speeds[name]))
 
 
 def _speed(run: Run) -> float:
@@ -204,7 +211,7 @@ def _say(runs: list[Run]) -> str:
     speed = {run["method"]: _speed(run) for run in runs}
     return f"bare {speed[BARE]:.2f} tokens/s, " + ", ".join(
         f"{name} {speed[name] / speed[BARE]:.2f} x"
-        for name in (best_fixed(runs), TIERS, ADAPTIVE)
+        for name in (best_fixed(runs)[0], TIERS, ADAPTIVE)
         if name in speed
     )
 
@@ -263,9 +270,10 @@ def summary(runs: list[Run]) -> dict[str, Any]:
     speed = {(run["method"], run["round"]): _speed(run) for run in runs}
     rounds = sorted({run["round"] for run in runs})
     names = [name for name in (BARE, *METHODS) if (name, 0) in speed]
-    best = best_fixed(run for run in runs if run["round"] == 0)
+    rounds = rounds[1:] or rounds  # the first one only chose
+    best = best_fixed([run for run in runs if run["round"] in rounds])[0]
 
-    def times(method: str | None, other: str | None) -> dict[str, float] | None:
+    def times(method: str, other: str) -> dict[str, float] | None:
         found = [
             speed[method, r] / speed[other, r]
             for r in rounds
@@ -273,7 +281,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
         ]
         return spread(found) if found else None
 
-    plain = [run for run in runs if run["method"] == BARE]
+    plain = [run for run in runs if run["method"] == BARE and run["round"] in rounds]
     return {
         "kind": runs[0]["kind"],
         "batch": runs[0]["batch"],
@@ -285,13 +293,16 @@ def summary(runs: list[Run]) -> dict[str, Any]:
         "adaptive_times_bare": times(ADAPTIVE, BARE),
         "adaptive_times_best_fixed": times(ADAPTIVE, best),
         "methods": {
-            name: details([run for run in runs if run["method"] == name], times(name, BARE))
+            name: details(
+                [run for run in runs if run["method"] == name],
+                times(name, BARE) or spread([speed[name, 0] / speed[BARE, 0]]),
+            )
             for name in names
         },
     }
 
 
-def details(runs: list[Run], times_bare: dict[str, float] | None) -> dict[str, Any]:
+def details(runs: list[Run], times_bare: dict[str, float]) -> dict[str, Any]:
     """Say what one method did in one cell, over all rounds."""
     same, asked = sum(run["same"] for run in runs), runs[0]["batch"] * len(runs)
     found: dict[str, Any] = {"times_bare": times_bare, "same_as_bare": f"{same}/{asked}"}
@@ -362,6 +373,15 @@ def show(cells: list[dict[str, Any]], goals: list[dict[str, Any]]) -> None:
     console.print(table)
     rounds = statistics.median(cell["rounds"] for cell in cells)
     console.print(f"median (smallest - largest) of {rounds:g} rounds\n")
+    for batch in sorted({cell["batch"] for cell in cells}):
+        found = [
+            cell["adaptive_times_best_fixed"]["median"]
+            for cell in cells
+            if cell["batch"] == batch and cell["adaptive_times_best_fixed"]
+        ]
+        if found:
+            mean = statistics.geometric_mean(found)
+            console.print(f"B = {batch}: adaptive / best fixed, mean of its cells: {mean:.2f}")
     for goal in goals:
         state = {True: "reached", False: "NOT reached", None: "not measured"}[goal["reached"]]
         console.print(f"{state}: {goal['goal']}", highlight=False)

@@ -113,13 +113,14 @@ def same_outputs(run: dict[str, Any], other: dict[str, Any]) -> int:
     return sum(a[: len(b)] == b[: len(a)] for a, b in pairs)
 
 
-def measure_window(
-    server: Suspendable, prompts: list[list[int]], window: float, wishes: dict[str, Any] | None
+def measure(
+    server: Suspendable, prompts: list[list[int]], tokens: int, wishes: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Let all prompts be answered side by side for some seconds. Return the speed and the answers.
+    """Let all prompts be answered side by side, so many tokens of each in the mean.
 
-    The time begins when the last of them has its first token, and ends when the first of them ends
-    or after `window`: so all of it has as many requests. What is in the prefix cache stays there.
+    The time begins when the last of them has its first token, and ends when the sum is reached or
+    one of them ends: so all of it has as many requests, and everybody writes as much of the same
+    texts. What is in the prefix cache stays there.
     """
     server.resume()
     before, pieces = (
@@ -139,12 +140,17 @@ def measure_window(
                     break
         over.set()  # it has ended, or all have
 
+    def written() -> int:
+        return sum(mine[-1][1]["meta_info"]["completion_tokens"] for mine in pieces)
+
     threads = [threading.Thread(target=listen, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
         thread.start()
     while not all(pieces) and not over.is_set():
         time.sleep(0.01)
-    over.wait(window)
+    enough = written() + tokens * len(prompts)
+    while written() < enough and not over.wait(0.01):
+        pass
     over.set()
     server.post("/abort_request", {"abort_all": True})
     for thread in threads:
@@ -153,8 +159,8 @@ def measure_window(
         time.sleep(0.05)
     after = seconds_by_part(server)
     server.suspend()
-    start, speed, metas = max(mine[0][0] for mine in pieces), 0.0, []
-    end = min(mine[-1][0] for mine in pieces)
+    start, end = max(mine[0][0] for mine in pieces), min(mine[-1][0] for mine in pieces)
+    speed, metas = 0.0, []
     for mine in pieces:
         counts = [(t, reply["meta_info"]["completion_tokens"]) for t, reply in mine]
         inside = [(t, count) for t, count in counts if start <= t <= end + 0.01]

@@ -62,7 +62,8 @@ def test_what_falls_is_pooled():
     assert curve.seconds(2) == curve.seconds(3) == curve.seconds(4) == pytest.approx(0.11, rel=0.01)
     assert curve.seconds(6) == pytest.approx(0.11, rel=0.01)  # the step: in the middle
     assert curve.seconds(7) == pytest.approx(0.20, rel=0.01)
-    assert curve.seconds(16) == curve.seconds(8)  # beyond what was seen: hope
+    # beyond what was seen: as steep as from the first to the last
+    assert curve.seconds(14) == pytest.approx(0.29, rel=0.01)
 
 
 def test_a_step_is_made_of_its_parts():

@@ -31,8 +31,8 @@ POOL_MEMORY = 2000.0
 REQUEST_MEMORY = 30.0
 """Drafts after which an observation counts half as much, in a bucket and for a request."""
 
-UNKNOWN = 4.0
-"""Precision of a new request's shift: texts differ by about 0.5 in log-odds."""
+UNKNOWN = 1.0
+"""Precision of a new request's shift: texts differ by about 1 in log-odds."""
 
 REST = 32.0
 """Steps without a draft after which half of what is known of a request is forgotten, and hopes are
@@ -79,14 +79,14 @@ class Chances:
         return _limit(self._chance(self._bucket(confidence), self._shift))
 
     def hope(self, confidence: float, idle: int = 0) -> float:
-        """Return the same for one who hopes: by a standard deviation, and more when it is long ago.
+        """Return the same for one who hopes: by half a standard deviation, and more by and by.
 
         idle: steps since the drafter was last tried
         """
         bucket, keep = self._bucket(confidence), 0.5 ** (idle / REST)
         pooled = _limit(bucket.hits / bucket.tries)
         known, pool_known = UNKNOWN + self._learnt * keep, bucket.tries * pooled * (1.0 - pooled)
-        hope = math.sqrt(1.0 / known + 1.0 / pool_known) + idle / REST
+        hope = 0.5 * math.sqrt(1.0 / known + 1.0 / pool_known) + idle / REST
         return _limit(self._chance(bucket, self._shift * keep + hope))
 
     def observe(self, confidence: float, hit: bool) -> None:

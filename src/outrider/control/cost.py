@@ -3,9 +3,9 @@
 Time against rows is a staircase: flat while memory is the limit, then steps where a kernel or a
 graph takes the next larger tile. So nothing is fitted but a height at each number of rows that was
 seen (from 32 on, at each of a few; with captured graphs, at each graph's size), and never down:
-more rows never take less time. Between two of them the step is taken to be in the middle, and
-behind the last there is none. That is hope, and hope is tried: a step that lies elsewhere is found
-by halving.
+more rows never take less time. Between two of them the step is taken to be in the middle: that is
+hope, and hope is tried, so that a step which lies elsewhere is found by halving. Behind the last
+one it goes on as steeply as from the first to the last.
 
 Noise is one-sided and now and then large. An observation moves its estimate by a fraction of its
 logarithm's distance, and by no more than CLIP: an outlier is felt a little, a new regime is
@@ -90,8 +90,10 @@ class Curve:
         """Return how long 0, 1, ... up to so many rows should take: [rows + 1]."""
         if self._table is None:
             self._table = self._fill()
-        if len(self._table) <= rows:  # more rows than ever seen: hope for the best, and find out
-            return np.pad(self._table, (0, rows + 1 - len(self._table)), mode="edge")
+        if len(self._table) <= rows:  # more rows than ever seen
+            last, first = len(self._table) - 1, min(self._logs, default=0)
+            slope = (self._table[-1] - self._table[0]) / max(1, last - first)
+            return np.append(self._table, self._table[-1] + slope * np.arange(1, rows + 1 - last))
         return self._table[: rows + 1]
 
     def _fill(self) -> NDArray[np.float64]:
