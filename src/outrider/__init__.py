@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from outrider.core import SamplingParams, Unsupported
     from outrider.drafters import ModelDrafter, NgramDrafter, NoDrafter
-    from outrider.hosts.transformers import Generation, custom_generate, generate, stream
+    from outrider.hosts.transformers import Generation, adaptive, custom_generate, generate, stream
     from outrider.kernels.quantized_linear import quantized_copy
 
 _HOMES = {
@@ -23,6 +23,7 @@ _HOMES = {
     "NoDrafter": "outrider.drafters",
     "SamplingParams": "outrider.core",
     "Unsupported": "outrider.core",
+    "adaptive": "outrider.hosts.transformers",
     "custom_generate": "outrider.hosts.transformers",
     "generate": "outrider.hosts.transformers",
     "quantized_copy": "outrider.kernels.quantized_linear",
@@ -37,6 +38,7 @@ __all__ = [
     "SamplingParams",
     "Unsupported",
     "__version__",
+    "adaptive",
     "custom_generate",
     "generate",
     "quantized_copy",

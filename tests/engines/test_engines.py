@@ -188,6 +188,7 @@ def test_what_cannot_be_asked_says_what_to_do(url):
 
 
 MODES = ["", "#mode=assisted,draft={draft}", "#mode=lookup", "#draft={draft}", "#drafter=suffix"]
+MODES += ["#draft={draft},drafter=adaptive"]
 
 
 def test_all_modes_of_transformers_say_the_same(model_dir):
@@ -229,3 +230,13 @@ def test_twin_counts_that_forget_a_part_are_seen():
     a.accepted_at[1] = 4
     assert (a + a - a).as_json() == a.as_json()
     assert (a + a).as_json() != a.as_json()
+
+
+def test_adaptive_has_the_draft_model_and_keeps_what_it_learns(model_dir):
+    spec = f"transformers:{model_dir('tiny-target')}#draft={model_dir('tiny-draft')},draft_bits=8"
+    with_model = open_engine(spec)
+    engine = with_model.variant({"drafter": "adaptive", "max_drafts": 6})
+    assert engine._quantized is with_model._quantized  # one copy for all
+    wishes = [Wish("At the bridge the toll-keeper", chat=False, max_tokens=24)]
+    engine.ask(wishes)
+    assert engine._drafter.cost.draft.is_known

@@ -68,6 +68,7 @@ class LocalEngine:
         self.model = self._load(model)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._draft = self._load(str(options["draft"])) if "draft" in options else None
+        self._quantized: dict[int, Any] = {}
         self._drafter = self._make_drafter() if self.mode == OUTRIDER else None
         self._counts = Counts()
 
@@ -90,17 +91,20 @@ class LocalEngine:
             ) from error
 
     def _make_drafter(self) -> Any:
-        named = self._options.get("drafter")
-        draft: Any = self._draft
-        if draft is not None and "draft_bits" in self._options:
-            import outrider
+        import outrider
 
-            draft = outrider.quantized_copy(draft, self._options["draft_bits"])
-        if named is None or named == "model":
-            if draft is None:
-                raise Unsupported("drafter=model without a draft model", fix="add draft=MODEL")
-            return draft
-        return str(named)
+        named, bits = self._options.get("drafter", "model"), self._options.get("draft_bits")
+        if named not in ("model", "adaptive"):
+            return str(named)
+        draft = self._draft
+        if draft is None and named == "model":
+            raise Unsupported("drafter=model without a draft model", fix="add draft=MODEL")
+        if draft is not None and bits is not None:
+            if bits not in self._quantized:
+                self._quantized[bits] = outrider.quantized_copy(draft, bits)
+            draft = self._quantized[bits]
+        # one that chooses is kept, for what it learns
+        return draft if named == "model" else outrider.adaptive(self.model, draft)
 
     def ask(
         self,
@@ -289,4 +293,4 @@ class LocalEngine:
 
     def close(self) -> None:
         """Let the models go."""
-        del self.model, self._draft, self._drafter
+        del self.model, self._draft, self._drafter, self._quantized

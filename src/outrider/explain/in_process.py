@@ -132,17 +132,9 @@ def _drafter(
         return draft, None
     if name != "adaptive":
         return name, None
-    from outrider.control import adaptive_drafter
-    from outrider.drafters import ModelDrafter
-    from outrider.hosts.transformers import Runner
-    from outrider.hosts.transformers.tokenizers import check_same_tokenizer
+    import outrider
 
-    mine = None
-    if draft is not None:
-        check_same_tokenizer(model, draft, tokenizer, None)
-        vocab_size = Runner(model).vocab_size
-        mine = ModelDrafter(Runner(draft), vocab_size, min_survival=0.0, siblings=1)
-    control = adaptive_drafter(mine)
+    control = outrider.adaptive(model, draft, tokenizer=tokenizer)
     return control, control
 
 

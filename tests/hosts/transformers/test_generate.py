@@ -10,9 +10,8 @@ from adversaries import RandomDrafter, shallow
 from transformers import AutoModelForCausalLM
 
 import outrider
-from outrider.control import AdaptiveDrafter
 from outrider.core import FinishReason
-from outrider.drafters import ModelDrafter, NgramDrafter
+from outrider.drafters import ModelDrafter
 from outrider.hosts.transformers import NAME, Runner, TransformersHost
 
 TEXTS = ["The outrider", "At the bridge the toll-keeper", "The road was"]
@@ -50,12 +49,8 @@ def test_greedy_is_that_of_transformers(pair, which, exactness):
 def test_control_decides_how_much_and_nothing_else(pair, exactness):
     """Free drafters alone, and beside a draft model."""
     target, draft, tok, prompts = pair
-    alone = "adaptive"
-    beside = AdaptiveDrafter(
-        {"ngram": NgramDrafter()},
-        ModelDrafter(Runner(draft), target.config.vocab_size, min_survival=0.0),
-    )
-    for drafter in (alone, beside):
+    beside = outrider.adaptive(target, draft)
+    for drafter in ("adaptive", beside):
         done = outrider.generate(
             target, prompts, drafter=drafter, sampling={"max_tokens": 60}, exactness=exactness
         )
@@ -63,6 +58,18 @@ def test_control_decides_how_much_and_nothing_else(pair, exactness):
         assert not done.stats.fallbacks
         assert done.stats.drafted > 0
     assert beside.cost.draft.is_known
+
+
+def test_control_brings_what_it_has_learnt(pair):
+    """A drafter that is kept knows in the next call how long passes take, and what is accepted."""
+    target, draft, tok, prompts = pair
+    drafter = outrider.adaptive(target, draft)
+    fresh = drafter.acceptance.chances("model", "new").of(0.97)
+    outrider.generate(target, prompts, drafter=drafter, sampling={"max_tokens": 40})
+    assert drafter.cost.verify.has_seen(len(prompts))
+    assert drafter.acceptance.chances("model", "newer").of(0.97) != fresh
+    again = outrider.generate(target, prompts, drafter=drafter, sampling={"max_tokens": 40})
+    assert again.outputs == [hf_greedy(target, prompt)[:40] for prompt in prompts]
 
 
 @pytest.mark.parametrize("rule", ["residual", "block"])

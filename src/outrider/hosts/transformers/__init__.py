@@ -6,6 +6,7 @@ from outrider.hosts.transformers.generate import (
     StepEvent,
     Stream,
     TokenLogprobs,
+    adaptive,
     generate,
     stream,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "Stream",
     "TokenLogprobs",
     "TransformersHost",
+    "adaptive",
     "custom_generate",
     "generate",
     "stream",

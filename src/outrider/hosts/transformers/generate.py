@@ -134,7 +134,7 @@ def stream(
     model: any decoder-only causal LM of Transformers, in eval mode
     input_ids: one prompt or several: a tensor [L] or [B, L] without padding, or lists of ids
     drafter: "ngram", "suffix", "adaptive" (both, as far as they pay), "none", a smaller model with
-        the same tokenizer, or a Drafter
+        the same tokenizer, or a Drafter, such as that of `adaptive`
     sampling: parameters for all prompts, or for each; greedy by default
     max_drafts: K, the most drafts for a request in one step
     rule: how drafts are verified; "match" emits the tokens of plain decoding with the same seed
@@ -287,3 +287,28 @@ def _drafter(
             check_same_tokenizer(model, given, tokenizer, draft_tokenizer)
         return ModelDrafter(Runner(given), runner.vocab_size)
     return given
+
+
+def adaptive(
+    model: PreTrainedModel,
+    draft: PreTrainedModel | None = None,
+    *,
+    tokenizer: Any = None,
+    draft_tokenizer: Any = None,
+    **options: Any,
+) -> AdaptiveDrafter:
+    """Return a drafter that chooses, in each step, among lookups, a draft model and none.
+
+    Keep it: what it has learnt in one call it brings to the next. It serves one call at a time.
+
+    model: the one that is to be sped up
+    draft: a smaller one with the same tokenizer
+    options: those of `outrider.control.adaptive_drafter`
+    """
+    if draft is None:
+        return adaptive_drafter(**options)
+    if draft is not model:
+        check_same_tokenizer(model, draft, tokenizer, draft_tokenizer)
+    # how far to go is for control to say
+    drafts = ModelDrafter(Runner(draft), Runner(model).vocab_size, min_survival=0.0, siblings=1)
+    return adaptive_drafter(drafts, **options)
