@@ -6,10 +6,11 @@
 Two real servers side by side, of which one works at a time. A cell is a kind of text and a batch of
 B requests. Its prompts are put into the prefix caches first; then each method writes as much of the
 same greedy answers, with all B of them being decoded. What counts is the ratio of speeds within a
-round. Each round has prompts of its own. Round 0 tries every method. Later ones judge: bare SGLang,
-tiers, adaptive, and those two fixed choices which were the best of the cell in round 0 (plain
-decoding is one of them), of which the better is *best fixed*: what luck there is favours it. Round
-0 does not count where there are others: the best of six noisy figures is too good.
+round. Each round has prompts of its own. Round 0 tries every method, on half as many tokens. Later
+ones judge: bare SGLang, adaptive, and those two fixed choices which were the best of the cell in
+round 0 (plain decoding is one of them), of which the better is *best fixed*: what luck there is
+favours it. Round 0 does not count where there are others: the best of six noisy figures is too
+good. Only tiers has no other.
 
 Fixed choices are what a user can set: a drafter with its default options, which may propose fewer
 than K drafts, and K. `tiers` is SGLang's own adaptive rule (src/outrider/control/tiers.py). What
@@ -114,7 +115,8 @@ def run(args: argparse.Namespace, file: Path) -> None:
         return
     print(f"runs go to {file}")
     _append(file, [{**setting, "provenance": provenance()}])
-    spared = max(0, sum(name in FIXED for name in args.methods) - JUDGED)  # after round 0
+    # after round 0
+    spared = max(0, sum(name in FIXED for name in args.methods) - JUDGED) + (TIERS in args.methods)
     total = sum(1 + len(args.methods) - (spared if cell[2] else 0) for cell in cells)
     tokenizer = AutoTokenizer.from_pretrained(model_path(args.target))
     drafters: dict[str, dict[str, str]] = {name: {} for name in _drafters(args.methods)}
@@ -141,14 +143,15 @@ def run(args: argparse.Namespace, file: Path) -> None:
             names = [BARE, *args.methods]
             if round_:
                 best = best_fixed([run for run in runs if _place(run) == (kind, batch, 0)])
-                judged = (BARE, *best[:JUDGED], TIERS, ADAPTIVE)
+                judged = (BARE, *best[:JUDGED], ADAPTIVE)
                 names = [name for name in names if name in judged]
             offset = round_ * batch % (VARIANTS + 1 - batch)
             ids = [chat_ids(tokenizer, text) for text in prompts(kind, batch, offset)]
             # nobody is always the first, or right after bare SGLang
             turn = number % len(names)
+            tokens = args.tokens if round_ else args.tokens // 2
             found = measure_cell(
-                bare, ours, ids, args.tokens, [*names[turn:], *names[:turn]],
+                bare, ours, ids, tokens, [*names[turn:], *names[:turn]],
                 lambda: progress.advance(task),
             )  # fmt: skip
             new = [{"kind": kind, "batch": batch, "round": round_, **run} for run in found]
@@ -268,18 +271,14 @@ def _by_cell(runs: list[Run]) -> Iterable[list[Run]]:
 def summary(runs: list[Run]) -> dict[str, Any]:
     """Say of one cell how the methods do against bare SGLang, and adaptive against the best."""
     speed = {(run["method"], run["round"]): _speed(run) for run in runs}
-    rounds = sorted({run["round"] for run in runs})
     names = [name for name in (BARE, *METHODS) if (name, 0) in speed]
+    rounds = sorted({run["round"] for run in runs})
     rounds = rounds[1:] or rounds  # the first one only chose
     best = best_fixed([run for run in runs if run["round"] in rounds])[0]
 
-    def times(method: str, other: str) -> dict[str, float] | None:
-        found = [
-            speed[method, r] / speed[other, r]
-            for r in rounds
-            if (method, r) in speed and (other, r) in speed
-        ]
-        return spread(found) if found else None
+    def times(method: str, other: str) -> dict[str, float]:
+        found = [speed[method, r] / speed[other, r] for r in rounds if (method, r) in speed]
+        return spread(found or [speed[method, 0] / speed[other, 0]])
 
     plain = [run for run in runs if run["method"] == BARE and run["round"] in rounds]
     return {
@@ -289,14 +288,11 @@ def summary(runs: list[Run]) -> dict[str, Any]:
         "bare_tokens_per_second": spread([_speed(run) for run in plain]),
         "best_fixed": best,
         "best_fixed_times_bare": times(best, BARE),
-        "tiers_times_bare": times(TIERS, BARE),
+        "tiers_times_bare": times(TIERS, BARE) if TIERS in names else None,
         "adaptive_times_bare": times(ADAPTIVE, BARE),
         "adaptive_times_best_fixed": times(ADAPTIVE, best),
         "methods": {
-            name: details(
-                [run for run in runs if run["method"] == name],
-                times(name, BARE) or spread([speed[name, 0] / speed[BARE, 0]]),
-            )
+            name: details([run for run in runs if run["method"] == name], times(name, BARE))
             for name in names
         },
     }

@@ -87,11 +87,22 @@ class RecordedModel:
 
     def __init__(self, theatre, siblings: bool = False, min_survival: float = 0.6) -> None:
         self.theatre, self.siblings, self.min_survival = theatre, siblings, min_survival
+        self.read = {}
 
     def start(self, requests):
-        pass
+        self.read |= {request.id: request.length - 1 for request in requests}
 
-    stop = observe = start
+    def stop(self, requests):
+        for request in requests:
+            self.read.pop(request.id, None)
+
+    def observe(self, outcomes):
+        for outcome in outcomes:
+            kept = outcome.request.length + outcome.num_accepted_drafts
+            self.read[outcome.request.id] = min(self.read[outcome.request.id], kept)
+
+    def unread(self, request):
+        return max(1, request.length - self.read[request.id])
 
     def propose(self, requests, budget):
         depth = [0] * len(requests)
@@ -106,8 +117,12 @@ class RecordedModel:
             ]
             if not eager or sum(survival[r] for r in eager) < budget.min_gain:
                 break
-            self.theatre.seconds += self.theatre.draft(len(eager))
+            # each reads its last draft, and before that what it has not read
+            self.theatre.seconds += self.theatre.draft(
+                sum(1 if depth[r] else self.unread(requests[r]) for r in eager)
+            )
             for r in eager:
+                self.read[requests[r].id] = requests[r].length + depth[r]
                 confidence = requests[r].drafts()[depth[r]][1]
                 survival[r] *= (
                     budget.chance(requests[r], confidence) if budget.chance else confidence
@@ -264,7 +279,7 @@ class Oracle:
         for depth in range(max(model) + 1):
             gains = [max(f, min(m, depth)) for f, m in zip(free, model, strict=True)]
             users = sum(min(m, depth) > f for f, m in zip(free, model, strict=True))
-            passes = depth * self.theatre.draft(users) if users else 0.0
+            passes = depth * self.theatre.draft(users) if users else 0.0  # it never falls behind
             for rows in range(sum(gains) + 1):
                 seconds = self.theatre.verify(batch + rows) + passes
                 tokens = batch + rows

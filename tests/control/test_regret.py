@@ -25,15 +25,15 @@ def of_oracle(found):
 def test_regret(table):
     """What not knowing the future costs: about an eighth. benchmarks/regret.py has all cells."""
     shares = of_oracle(table)
-    assert min(shares.values()) > 0.74, shares
-    assert math.prod(shares.values()) ** (1 / len(shares)) > 0.86, shares
+    assert min(shares.values()) > 0.72, shares
+    assert math.prod(shares.values()) ** (1 / len(shares)) > 0.83, shares
 
 
 def test_no_fixed_choice_is_better(table):
     """Plain decoding is one of them."""
     for cell, speeds in table.items():
         best = max(speeds[name] for name in replay.FIXED)
-        assert speeds["adaptive"] > 0.985 * best, (cell, speeds)
+        assert speeds["adaptive"] > 0.97 * best, (cell, speeds)
 
 
 def test_the_oracle_is_one(table):

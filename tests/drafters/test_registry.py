@@ -82,9 +82,11 @@ def test_the_answer_is_that_of_plain_decoding(load, tokenizer, sampling):
 
 def test_what_the_page_shows_runs(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(code, "drafters.md", "exec"), {})
+    options, adaptive = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(compile(options, "drafters.md", "exec"), {})
     assert capsys.readouterr().out.endswith("Counter()\n")
+    exec(compile(adaptive, "drafters.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
     (declared,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert declared in (EXAMPLE / "pyproject.toml").read_text()
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, repeat
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from outrider.control.acceptance import Acceptance
 from outrider.control.brake import Brake
@@ -64,6 +64,14 @@ _AHEAD = "{} ahead"
 """Under this name a model's chances are kept before it has said how sure it is."""
 
 
+class PassingDrafter(Drafter, Protocol):
+    """A drafter that costs passes of a model, the first of which reads what is new to it."""
+
+    def unread(self, request: Request) -> int:
+        """Return how many tokens of a request the next pass will read."""
+        ...
+
+
 @dataclass
 class _Plan:
     """What was offered to a request in a step, and what was made of it.
@@ -89,6 +97,7 @@ class Step:
     t: when it began, by the drafter's clock
     seconds: that it took, drafting included
     requests, rows, draft_passes: of the step
+    unread: tokens that the first of these passes read
     drafters: how many requests each drafter served
     tokens: that it emitted
     """
@@ -98,6 +107,7 @@ class Step:
     context: int
     rows: int = 0
     draft_passes: int = 0
+    unread: int = 0
     drafted: float = 0.0
     proposed: float = 0.0
     seconds: float = 0.0
@@ -111,7 +121,10 @@ class Step:
             "seconds": round(self.seconds, 6),
             "draft_seconds": round(self.drafted, 6),
             **{name: getattr(self, name) for name in ("requests", "context", "rows")},
-            **{name: getattr(self, name) for name in ("draft_passes", "drafters", "tokens")},
+            **{
+                name: getattr(self, name)
+                for name in ("draft_passes", "unread", "drafters", "tokens")
+            },
         }
 
 
@@ -131,7 +144,7 @@ class AdaptiveDrafter:
     def __init__(
         self,
         free: Mapping[str, Drafter],
-        model: Drafter | None = None,
+        model: PassingDrafter | None = None,
         margin: float = MARGIN,
         clock: Callable[[], float] = time.perf_counter,
         knots: Sequence[int] = KNOTS,
@@ -145,7 +158,7 @@ class AdaptiveDrafter:
         # steps since the model last drafted for a request, and for anyone
         self._idle: dict[int, int] = {}
         self._rest = 0
-        self._drafters = [*self._free.values(), *([model] if model is not None else [])]
+        self._drafters: list[Drafter] = [*self._free.values(), *([model] if model else [])]
         names = [*self._free, *([model.name] if model is not None else [])]
         self._siblings = {name: f"{name} sibling" for name in names}
 
@@ -292,27 +305,32 @@ class AdaptiveDrafter:
             idle = self._idle[request.id] = self._idle.get(request.id, self._rest - 1) + 1
             chances.append(mine.of(1.0))
             hopes.append(mine.hope(1.0, idle))
-        expected, users = self._best_users(chances, budget, plans, without.goodput, context)
+        unread = [self._model.unread(request) for request in requests]
+        step = budget, plans, unread, context
+        expected, users = self._best_users(chances, without.goodput, *step)
         if len(users) < len(requests):
-            users |= self._best_users(hopes, budget, plans, expected, context)[1]
+            users |= self._best_users(hopes, expected, *step)[1]
         return expected, users
 
     def _best_users(
         self,
         chances: Sequence[float],
+        goodput: float,
         budget: Budget,
         plans: Sequence[_Plan],
-        goodput: float,
+        unread: Sequence[int],
         context: int,
     ) -> tuple[float, set[int]]:
         """Return the best goodput with the model, and who would use it; nobody if not worth it.
 
         chances: for each request, of each draft that the model would make
         goodput: what there is without, to be beaten by the margin
+        unread: for each request, the tokens that the model has to read first
         """
         worth = [sum(plan.survival) for plan in plans]
         best, found = goodput * (1 + self._margin), set[int]()
         deepest = max(budget.max_drafts, default=0)
+        seconds = self.cost.table(len(plans) + sum(budget.max_drafts), context)
         for depth in (d for d in DEPTHS if d <= deepest):
             chains: list[Sequence[float]] = []
             users = set()
@@ -323,8 +341,8 @@ class AdaptiveDrafter:
                 chains.append(own if r in users else plans[r].survival)
             if not users:
                 continue
-            rows = len(chains) + sum(budget.max_drafts)
-            plan = choose(chains, self.cost.table(rows, context, depth, len(users)))
+            passes = self.cost.drafting(depth, len(users), sum(unread[r] for r in users))
+            plan = choose(chains, seconds + passes)
             if plan.goodput > best:
                 best, found = plan.goodput, users
         return (best if found else goodput), found
@@ -349,14 +367,13 @@ class AdaptiveDrafter:
         row = (rows[-1] - rows[len(requests)]) / sum(most)
         gain = goodput * float(self.cost.draft.seconds(len(users)) + len(users) * row)
         gain = min(gain, 0.99 * len(users))  # who is asked drafts at least once
+        step.unread = sum(self._model.unread(requests[r]) for r in users)
         started = self._clock()
         asked = replace(budget, max_drafts=most, min_gain=gain, chance=self._model_chance)
         proposal = self._model.propose(requests, asked)
         step.drafted = self._clock() - started
-        # a chain as long as the deepest draft: so many passes, the first of which also reads what
-        # was emitted since the last
-        step.draft_passes = max(1, proposal.max_depth)
-        self.cost.draft.observe(len(users), step.drafted / step.draft_passes)
+        step.draft_passes = max(1, proposal.max_depth)  # a chain as long as the deepest draft
+        self.cost.observe_drafting(step.draft_passes, len(users), step.unread, step.drafted)
         for r, draft in enumerate(proposal.drafts()):
             if draft.tokens:
                 plans[r].offers.insert(0, (self._model.name, draft))
@@ -414,7 +431,7 @@ def _join(plan: _Plan, chances: Sequence[Sequence[float]]) -> list[float]:
 
 
 def adaptive_drafter(
-    model: Drafter | None = None, trace: str | Path | None = None, **options: Any
+    model: PassingDrafter | None = None, trace: str | Path | None = None, **options: Any
 ) -> AdaptiveDrafter:
     """Return one that chooses among all free drafters, a draft model and none.
 

@@ -147,7 +147,7 @@ class StepCost:
 
     verify: a pass of the target, by rows, over no context
     slope:  what each token of the requests' contexts adds
-    draft:  one pass of the draft model, by requests
+    draft:  a pass of the draft model, by the tokens that it reads
     """
 
     def __init__(self, knots: Sequence[int] = KNOTS) -> None:
@@ -161,12 +161,22 @@ class StepCost:
         self.slope.observe(self.verify.knot(rows), context, seconds)
         self.verify.observe(rows, max(0.1 * seconds, seconds - self.slope.value * context))
 
-    def table(
-        self, rows: int, context: int = 0, draft_passes: int = 0, drafting: int = 0
-    ) -> NDArray[np.float64]:
-        """Return the time of a step of 0, 1, ... up to so many rows.
+    def observe_drafting(self, passes: int, requests: int, unread: int, seconds: float) -> None:
+        """Learn how long passes of the draft model took, of which the first read what was new."""
+        first, more = self.draft.seconds(unread), self.draft.seconds(requests)
+        expected = first + (passes - 1) * more
+        share = seconds / expected if expected else 0.0
+        self.draft.observe(unread, first * share or seconds / passes)
+        if passes > 1:
+            self.draft.observe(requests, more * share or seconds / passes)
 
-        draft_passes: of the draft model, one after the other; drafting: requests in each
+    def table(self, rows: int, context: int = 0) -> NDArray[np.float64]:
+        """Return the time of a step of 0, 1, ... up to so many rows, without drafting."""
+        return self.verify.table(rows) + self.slope.value * context
+
+    def drafting(self, passes: int, requests: int, unread: int) -> float:
+        """Return the time of so many passes of the draft model, one after the other.
+
+        requests: that draft; unread: tokens of theirs that it has not read, the last ones included
         """
-        time = self.verify.table(rows) + self.slope.value * context
-        return time + draft_passes * self.draft.seconds(drafting) if draft_passes else time
+        return self.draft.seconds(unread) + (passes - 1) * self.draft.seconds(requests)

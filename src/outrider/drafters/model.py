@@ -151,6 +151,10 @@ class ModelDrafter(Generic[S]):
             if state.sequence.length > right:
                 self._model.truncate(state.sequence, right)
 
+    def unread(self, request: Request) -> int:
+        """Return how many tokens of a request the next pass will read: the last one at least."""
+        return max(1, request.length - self._states[request.id].sequence.length)
+
     def stop(self, requests: Sequence[Request]) -> None:
         """Give the requests' sequences back."""
         for request in requests:

@@ -60,7 +60,7 @@ class Drafters:
         control: AdaptiveDrafter | None = None
         guards: dict[str, GuardedDrafter] = {}
 
-        def drafts(options: Mapping[str, Any]) -> Drafter | None:
+        def drafts(options: Mapping[str, Any]) -> ModelDrafter[Any] | None:
             # it runs where the target runs, and would only be in its own way in a thread
             return None if model is None else ModelDrafter(model, vocab_size, **options)
 

@@ -308,7 +308,7 @@ class OutriderWorker:
                 self.target_worker.forward_batch_generation(few, is_verify=True)
                 seconds = now() - before
                 drafted = None
-                if drafters.model is not None and count <= batch.req_to_token_pool.size:
+                if drafters.model is not None:
                     before = now()
                     drafters.model.run(few)
                     drafted = now() - before
