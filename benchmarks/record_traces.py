@@ -1,14 +1,14 @@
 """Record what a draft model says at every position of real answers, to be replayed.
 
-    python benchmarks/record_traces.py [--times trace.jsonl]
+    python benchmarks/record_traces.py                          # the texts
+    python benchmarks/record_traces.py --times trace.jsonl      # only how long passes take
 
 The target answers a few prompts of each kind of text, greedily. At each position of its answers the
 draft model is asked for its drafts, and for the next best token beside each. With that and the text
 itself, any choice of drafter and number of drafts can be played through later, token for token
 (tests/control/replay.py).
 
-Times come from a server: --times names the trace of a run of adaptive_sglang.py (--trace). Without
-it those of the file are kept.
+Times come from a server: --times names the trace of a run of adaptive_sglang.py (--trace).
 """
 
 from __future__ import annotations
@@ -41,13 +41,22 @@ def main() -> None:
     parser.add_argument("--draft", default="qwen2.5-coder-0.5b-instruct")
     parser.add_argument("--each", type=int, default=4, help="texts of each kind")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--times", type=Path, help="the trace of a server's steps")
+    parser.add_argument("--times", type=Path, help="take times from a trace, and keep the texts")
     args = parser.parse_args()
-    times = fit(args.times) if args.times else read()["times"]
+    before: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))
+    if args.times:
+        made = {**before, "times": fit(args.times), "times_provenance": provenance()}
+    else:
+        made = {**before, **texts(args), "provenance": provenance()}
+    FILE.write_bytes(gzip.compress(json.dumps(made).encode(), mtime=0))
+    print(f"wrote {FILE.name}: {FILE.stat().st_size} bytes")
+
+
+def texts(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the answers with what the draft model says at each of their positions."""
     tokenizer = AutoTokenizer.from_pretrained(model_path(args.target))
     kinds = [kind for kind in SINGLE for _ in range(args.each)]
-    texts = [text for kind in SINGLE for text in prompts(kind, args.each, 20)]
-    ids = [chat_ids(tokenizer, text) for text in texts]
+    ids = [chat_ids(tokenizer, text) for kind in SINGLE for text in prompts(kind, args.each, 20)]
     target = load(args.target, "bfloat16")
     draft = outrider.quantized_copy(load(args.draft, "bfloat16"), 4)
     sampling = {"max_tokens": args.tokens}
@@ -57,16 +66,7 @@ def main() -> None:
         {"kind": kind, "prompt": prompt, "output": output, "drafts": record(runner, prompt, output)}
         for kind, prompt, output in track(answers, "recording")
     ]
-    models = {"target": args.target, "draft": f"{args.draft}, 4 bits"}
-    made = {"provenance": provenance(), **models, "times": times, "traces": traces}
-    FILE.write_bytes(gzip.compress(json.dumps(made).encode(), mtime=0))
-    print(f"wrote {FILE.name}: {FILE.stat().st_size} bytes")
-
-
-def read() -> dict[str, Any]:
-    """Return what is in the file."""
-    found: dict[str, Any] = json.loads(gzip.decompress(FILE.read_bytes()))
-    return found
+    return {"target": args.target, "draft": f"{args.draft}, 4 bits", "traces": traces}
 
 
 def record(runner: Runner, prompt: list[int], output: list[int]) -> list[list[list[float]]]:
@@ -91,13 +91,20 @@ def record(runner: Runner, prompt: list[int], output: list[int]) -> list[list[li
 
 
 def fit(trace: Path) -> dict[str, dict[str, float]]:
-    """Return the median time of a pass by rows, and of a draft pass by requests, from a trace."""
+    """Return the median time of a pass by rows, and of a draft pass by tokens read, from a trace.
+
+    Where there were several draft passes, the first must have read little more than the others.
+    """
     verify, draft = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     for line in trace.read_text().splitlines():
         step: dict[str, Any] = json.loads(line)
         verify[step["rows"]].append(step["seconds"] - step["draft_seconds"])
-        if step["draft_passes"]:
-            draft[step["requests"]].append(step["draft_seconds"] / step["draft_passes"])
+        passes, unread = step["draft_passes"], step["unread"]
+        users = step["drafters"].get("model", 0)
+        if passes == 1:
+            draft[unread].append(step["draft_seconds"])
+        elif passes and unread <= 2 * users:
+            draft[users].append(step["draft_seconds"] / passes)
     return {
         name: {str(n): round(statistics.median(v), 4) for n, v in sorted(found.items()) if v[2:]}
         for name, found in (("verify", verify), ("draft", draft))

@@ -214,6 +214,18 @@ def test_a_model_that_has_become_good_is_found_again():
     assert world.run(drafter, 50) > 2 * 2 / 0.1
 
 
+def test_plain_decoding_is_measured_again_where_little_is_won():
+    """The machine was slow when it last decoded plainly; now drafts that win little lose."""
+    slow = {"on": True}
+    world = World(4, lambda rows: 0.1 if rows > 4 or slow["on"] else 0.05)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.12)}, clock=world.clock)
+    world.run(drafter, 60)
+    assert sum(sum(d) > 0 for d in world.drafts[-30:]) >= 25  # rows are free, so drafts pay
+    slow["on"] = False
+    world.run(drafter, 100)
+    assert sum(sum(d) > 0 for d in world.drafts[-30:]) <= 6
+
+
 def test_what_drafters_say_is_joined_into_a_tree():
     """Each is right about one half of the text: together they are always right."""
 

@@ -124,3 +124,15 @@ def test_the_first_pass_of_a_draft_model_reads_what_is_new():
     assert cost.drafting(1, 4, 64) == pytest.approx(0.3, rel=0.1)
     assert cost.drafting(5, 4, 4) == pytest.approx(0.25, rel=0.1)
     assert cost.drafting(5, 4, 64) == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_slow_spell_is_not_a_long_context():
+    """Other texts, 1,500 tokens longer, come while the machine is slower by a third."""
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe(16, 1000, 0.27)
+        cost.observe(30, 1000, 0.30)
+    for _ in range(15):
+        cost.observe(30, 2500, 0.40)
+    plain, drafting = cost.table(30, 2500)[[16, 30]]
+    assert drafting > 1.3 * plain

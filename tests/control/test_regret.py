@@ -33,7 +33,7 @@ def test_no_fixed_choice_is_better(table):
     """Plain decoding is one of them."""
     for cell, speeds in table.items():
         best = max(speeds[name] for name in replay.FIXED)
-        assert speeds["adaptive"] > 0.97 * best, (cell, speeds)
+        assert speeds["adaptive"] > 0.95 * best, (cell, speeds)
 
 
 def test_the_oracle_is_one(table):

@@ -18,8 +18,9 @@ alike then.
 
 What is not tried is not forgotten. Free drafters are scored on what was emitted, used or not; the
 model is also tried where it would be worth it if the hopes for a request came true, and hopes
-grow again while it rests; a batch size never seen starts with a plain step. And whatever was
-planned, a brake compares what was measured with plain decoding.
+grow again while it rests; a batch size never seen starts with a plain step, and where drafts win
+little there is one now and then. And whatever was planned, a brake compares what was measured with
+plain decoding.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ from outrider.drafters import NgramDrafter, SuffixDrafter
 
 MARGIN = 0.05
 """By which share drafting must promise more than plain decoding, and a model more than without."""
+
+CHECK, CLOSE = 16, 1.2
+"""Where a plan promises less than CLOSE times plain decoding, every CHECK-th step is plain: what is
+compared with must have been measured lately."""
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 """How deep a draft model is considered."""
@@ -158,6 +163,7 @@ class AdaptiveDrafter:
         # steps since the model last drafted for a request, and for anyone
         self._idle: dict[int, int] = {}
         self._rest = 0
+        self._since_plain: Counter[int] = Counter()  # steps, by knots of the batch
         self._drafters: list[Drafter] = [*self._free.values(), *([model] if model else [])]
         names = [*self._free, *([model.name] if model is not None else [])]
         self._siblings = {name: f"{name} sibling" for name in names}
@@ -216,6 +222,8 @@ class AdaptiveDrafter:
         self._step, now = None, self._clock()
         self.cost.observe(step.rows, step.context, now - step.proposed)
         step.seconds, step.tokens = now - step.t, sum(len(o.tokens) for o in outcomes)
+        if step.rows == step.requests:
+            self._since_plain[self.cost.verify.knot(step.rows)] = 0
         plain = self.cost.table(step.requests, step.context)[-1] / step.requests
         self.brake.observe(step.rows > step.requests, step.seconds, step.tokens * float(plain))
         if self._on_step is not None:
@@ -276,6 +284,10 @@ class AdaptiveDrafter:
         seconds = self.cost.table(rows, step.context)
         best = choose([plan.survival for plan in plans], seconds, self._margin)
         goodput, users = self._consult(requests, budget, plans, best, step.context)
+        size = self.cost.verify.knot(batch)
+        self._since_plain[size] += 1
+        if self._since_plain[size] >= CHECK and goodput * seconds[batch] < CLOSE * batch:
+            return nothing
         if users:
             self._ask(requests, budget, plans, users, goodput, step)
             # the model's passes are paid for, but their time is part of the step

@@ -39,9 +39,9 @@ with the root of what was seen, so that one unlucky step does not rule a number 
 CLIP = 0.3
 """The furthest distance that is believed at once, in logarithms: a third more, or less."""
 
-FEW_TOKENS = 2.0**20
-"""Contexts that differ by less than this (squared, in all) say nothing of the slope: 1,024 tokens,
-once."""
+FEW_TOKENS = 2.0**26
+"""Contexts that differ by less than this (squared, in all) say little of the slope: 8,192 tokens,
+once. A machine that is slower for some seconds must not be taken for a long context."""
 
 
 class Curve:

@@ -205,6 +205,13 @@ def test_profile(tmp_path, monkeypatch):
         settings.apply(arguments())
 
 
+def test_bits_are_those_of_a_draft_model(tmp_path, monkeypatch):
+    (tmp_path / "profile.yaml").write_text("draft_bits: 4\n")
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "profile.yaml"))
+    with pytest.raises(Unsupported, match="draft_bits 4 without a draft model"):
+        settings.apply(arguments())
+
+
 def test_request_options():
     names = ["ngram", "none"]
     assert request_options(None, names).max_drafts is None

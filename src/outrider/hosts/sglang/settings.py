@@ -64,6 +64,11 @@ def apply(server_args: Any) -> None:
                 fix="add --speculative-draft-model-path",
             )
 
+    if profile.draft_bits is not None and not has_draft_model:
+        raise Unsupported(
+            f"draft_bits {profile.draft_bits} without a draft model",
+            fix="add --speculative-draft-model-path",
+        )
     if profile.draft_bits is not None and server_args.device != "cpu":
         raise Unsupported(
             f"draft_bits {profile.draft_bits} on {server_args.device}",
