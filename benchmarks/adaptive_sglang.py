@@ -214,7 +214,7 @@ def _say(runs: list[Run]) -> str:
     speed = {run["method"]: _speed(run) for run in runs}
     return f"bare {speed[BARE]:.2f} tokens/s, " + ", ".join(
         f"{name} {speed[name] / speed[BARE]:.2f} x"
-        for name in (best_fixed(runs)[0], TIERS, ADAPTIVE)
+        for name in (*best_fixed(runs)[:1], TIERS, ADAPTIVE)
         if name in speed
     )
 
@@ -274,11 +274,12 @@ def summary(runs: list[Run]) -> dict[str, Any]:
     names = [name for name in (BARE, *METHODS) if (name, 0) in speed]
     rounds = sorted({run["round"] for run in runs})
     rounds = rounds[1:] or rounds  # the first one only chose
-    best = best_fixed([run for run in runs if run["round"] in rounds])[0]
+    best = next(iter(best_fixed([run for run in runs if run["round"] in rounds])), None)
 
-    def times(method: str, other: str) -> dict[str, float]:
-        found = [speed[method, r] / speed[other, r] for r in rounds if (method, r) in speed]
-        return spread(found or [speed[method, 0] / speed[other, 0]])
+    def times(method: str | None, other: str | None) -> dict[str, float] | None:
+        own = [r for r in rounds if (method, r) in speed] or [0]  # tiers has no other
+        both = [r for r in own if {(method, r), (other, r)} <= speed.keys()]
+        return spread([speed[method, r] / speed[other, r] for r in both]) if both else None
 
     plain = [run for run in runs if run["method"] == BARE and run["round"] in rounds]
     return {
@@ -288,7 +289,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
         "bare_tokens_per_second": spread([_speed(run) for run in plain]),
         "best_fixed": best,
         "best_fixed_times_bare": times(best, BARE),
-        "tiers_times_bare": times(TIERS, BARE) if TIERS in names else None,
+        "tiers_times_bare": times(TIERS, BARE),
         "adaptive_times_bare": times(ADAPTIVE, BARE),
         "adaptive_times_best_fixed": times(ADAPTIVE, best),
         "methods": {
@@ -298,7 +299,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
     }
 
 
-def details(runs: list[Run], times_bare: dict[str, float]) -> dict[str, Any]:
+def details(runs: list[Run], times_bare: dict[str, float] | None) -> dict[str, Any]:
     """Say what one method did in one cell, over all rounds."""
     same, asked = sum(run["same"] for run in runs), runs[0]["batch"] * len(runs)
     found: dict[str, Any] = {"times_bare": times_bare, "same_as_bare": f"{same}/{asked}"}

@@ -194,7 +194,7 @@ def test_a_model_drafts_where_it_is_worth_its_passes(pass_seconds, wanted):
     world.run(drafter, 100)
     asked = model.asked
     world.run(drafter, 256)
-    share = (model.asked - asked) / (256)
+    share = (model.asked - asked) / 256
     assert share > 0.9 if wanted else share < 0.05  # tried again now and then
     plain = 1 / 0.1
     assert world.run(drafter, 256) > (2 * plain if wanted else 0.97 * plain)

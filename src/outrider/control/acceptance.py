@@ -57,6 +57,10 @@ class _Count:
     def __init__(self, hits: float, tries: float) -> None:
         self.hits, self.tries = hits, tries
 
+    @property
+    def share(self) -> float:
+        return _limit(self.hits / self.tries)
+
     def add(self, hit: bool) -> None:
         self.hits = self.hits * self._keep + hit
         self.tries = self.tries * self._keep + 1.0
@@ -84,8 +88,8 @@ class Chances:
         idle: steps since the drafter was last tried
         """
         bucket, keep = self._bucket(confidence), 0.5 ** (idle / REST)
-        pooled = _limit(bucket.hits / bucket.tries)
-        known, pool_known = UNKNOWN + self._learnt * keep, bucket.tries * pooled * (1.0 - pooled)
+        known = UNKNOWN + self._learnt * keep
+        pool_known = bucket.tries * bucket.share * (1.0 - bucket.share)
         hope = 0.5 * math.sqrt(1.0 / known + 1.0 / pool_known) + idle / REST
         return _limit(self._chance(bucket, self._shift * keep + hope))
 
@@ -102,7 +106,7 @@ class Chances:
 
     @staticmethod
     def _chance(bucket: _Count, shift: float) -> float:
-        pooled = _limit(bucket.hits / bucket.tries)
+        pooled = bucket.share
         return pooled / (pooled + (1.0 - pooled) * math.exp(-shift))
 
 

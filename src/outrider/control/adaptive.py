@@ -35,6 +35,9 @@ from operator import mul
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.control.acceptance import Acceptance
 from outrider.control.brake import Brake
 from outrider.control.cost import KNOTS, StepCost
@@ -126,10 +129,8 @@ class Step:
             "seconds": round(self.seconds, 6),
             "draft_seconds": round(self.drafted, 6),
             **{name: getattr(self, name) for name in ("requests", "context", "rows")},
-            **{
-                name: getattr(self, name)
-                for name in ("draft_passes", "unread", "drafters", "tokens")
-            },
+            **{name: getattr(self, name) for name in ("draft_passes", "unread")},
+            **{name: getattr(self, name) for name in ("drafters", "tokens")},
         }
 
 
@@ -283,7 +284,7 @@ class AdaptiveDrafter:
         rows = batch + sum(budget.max_drafts)
         seconds = self.cost.table(rows, step.context)
         best = choose([plan.survival for plan in plans], seconds, self._margin)
-        goodput, users = self._consult(requests, budget, plans, best, step.context)
+        goodput, users = self._consult(requests, budget, plans, best, seconds)
         size = self.cost.verify.knot(batch)
         self._since_plain[size] += 1
         if self._since_plain[size] >= CHECK and goodput * seconds[batch] < CLOSE * batch:
@@ -300,7 +301,7 @@ class AdaptiveDrafter:
         budget: Budget,
         plans: Sequence[_Plan],
         without: Choice,
-        context: int,
+        seconds: NDArray[np.float64],
     ) -> tuple[float, set[int]]:
         """Return the goodput to expect, and for whom the model should draft; for nobody, maybe.
 
@@ -318,10 +319,10 @@ class AdaptiveDrafter:
             chances.append(mine.of(1.0))
             hopes.append(mine.hope(1.0, idle))
         unread = [self._model.unread(request) for request in requests]
-        step = budget, plans, unread, context
-        expected, users = self._best_users(chances, without.goodput, *step)
+        given = budget, plans, unread, seconds
+        expected, users = self._best_users(chances, without.goodput, *given)
         if len(users) < len(requests):
-            users |= self._best_users(hopes, expected, *step)[1]
+            users |= self._best_users(hopes, expected, *given)[1]
         return expected, users
 
     def _best_users(
@@ -331,18 +332,18 @@ class AdaptiveDrafter:
         budget: Budget,
         plans: Sequence[_Plan],
         unread: Sequence[int],
-        context: int,
+        seconds: NDArray[np.float64],
     ) -> tuple[float, set[int]]:
         """Return the best goodput with the model, and who would use it; nobody if not worth it.
 
         chances: for each request, of each draft that the model would make
         goodput: what there is without, to be beaten by the margin
         unread: for each request, the tokens that the model has to read first
+        seconds: of a step with so many rows, without drafting
         """
         worth = [sum(plan.survival) for plan in plans]
         best, found = goodput * (1 + self._margin), set[int]()
         deepest = max(budget.max_drafts, default=0)
-        seconds = self.cost.table(len(plans) + sum(budget.max_drafts), context)
         for depth in (d for d in DEPTHS if d <= deepest):
             chains: list[Sequence[float]] = []
             users = set()
