@@ -12,9 +12,11 @@ from outrider.kernels.row_invariant import RowInvariant
 def enable_row_invariance() -> None:
     """Make this process's linear layers row invariant, for good.
 
-    That is what `--enable-deterministic-inference` does on a GPU, by other means.
+    That is what `--enable-deterministic-inference` does on a GPU, by other means. SGLang calls it
+    once for each model runner: a draft model's makes no difference.
     """
-    RowInvariant(triton=False).__enter__()
+    if not RowInvariant.is_active():
+        RowInvariant(triton=False).__enter__()
 
 
 def murmur_hash32(seeds: Tensor, positions: Tensor, columns: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from outrider.kernels import use_triton
 
@@ -80,6 +80,12 @@ class RowInvariant(TorchFunctionMode):
     def __init__(self, triton: bool | None = None) -> None:
         super().__init__()
         self._triton = triton
+
+    @staticmethod
+    def is_active() -> bool:
+        """Whether one is active in this thread: a second one would tile every product again."""
+        active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        return any(isinstance(mode, RowInvariant) for mode in active)
 
     def __torch_function__(
         self,
