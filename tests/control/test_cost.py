@@ -136,3 +136,85 @@ def test_a_slow_spell_is_not_a_long_context():
         cost.observe(30, 2500, 0.40)
     plain, drafting = cost.table(30, 2500)[[16, 30]]
     assert drafting > 1.3 * plain
+
+
+def without_graphs(rows: int) -> float:
+    """Graphs up to 160 rows; beyond them every kernel is launched by the host."""
+    return 0.006 + 45e-6 * rows if rows <= 160 else 0.034 + 20e-6 * (rows - 160)
+
+
+def test_rows_beyond_the_largest_graph_have_a_time_of_their_own():
+    """A pass of 400 rows without a graph says nothing of the graph for 160, nor does it fit it."""
+    curve = Curve(knots=range(8, 161, 8))
+    for _ in range(100):
+        for rows in (8, 64, 160, 400):
+            curve.observe(rows, without_graphs(rows))
+    assert curve.knot(400) == 448
+    assert curve.seconds(160) == pytest.approx(without_graphs(160), rel=0.02)
+    assert curve.seconds(400) == pytest.approx(without_graphs(400), rel=0.02)
+    assert curve.seconds(152) < 0.02  # a graph
+    assert curve.seconds(161) == curve.seconds(400)  # the step is where the graphs end
+    # beyond: a row costs what it costs with graphs
+    assert curve.seconds(600) == pytest.approx(0.039 + 200 * 45e-6, rel=0.1)
+
+
+def test_rows_without_a_graph_are_assumed_slow_until_they_are_seen():
+    curve = Curve(knots=range(8, 161, 8))
+    for _ in range(100):
+        for rows in (8, 64, 128):
+            curve.observe(rows, without_graphs(rows))
+    assert not curve.has_seen(161)
+    assert not curve.has_seen(400)
+    assert curve.seconds(160) == pytest.approx(without_graphs(160), rel=0.05)
+    assert curve.seconds(400) >= 2.5 * curve.seconds(160)
+    times = [curve.seconds(rows) for rows in range(1, 1000)]
+    assert times == sorted(times)
+    assert list(curve.table(999)[1:]) == times
+
+
+@pytest.mark.parametrize("knots", [KNOTS, (8, 16, 600)], ids=["no graphs", "graphs"])
+def test_many_rows_are_told_apart(knots):
+    curve = Curve(knots=knots)
+    for _ in range(100):
+        for rows in (512, 1024, 4096, 100_000):
+            curve.observe(rows, rows / 1000)
+    for rows in (1024, 4096, 100_000):
+        assert rows <= curve.knot(rows) <= 1.25 * rows
+        assert curve.seconds(rows) == pytest.approx(rows / 1000, rel=0.03)
+    assert curve.knot(1024) == curve.knot(1023) == 1024
+    assert curve.knot(1025) == 1280
+    times = list(curve.table(150_000))
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.1, 10.0, 100.0])
+def test_a_first_value_that_is_far_off_is_left_within_a_few_steps(factor):
+    """Calibration that times launches, not passes: wrong by a hundred."""
+    cost = StepCost()
+    for _ in range(2):
+        cost.observe(4, 0, 0.1 * factor)
+    context = 0
+    for _ in range(20):
+        context += 4
+        cost.observe(4, context, 0.1)
+    assert cost.table(4, context)[-1] == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_few_slow_steps_in_a_row_are_outliers():
+    curve = Curve()
+    for _ in range(50):
+        curve.observe(4, 0.1)
+    for _ in range(3):
+        curve.observe(4, 10.0)
+    assert curve.seconds(4) < 0.111
+
+
+def test_a_wrong_first_value_is_not_taken_for_context():
+    """Contexts grow while the time is found: none of the difference belongs to them."""
+    cost = StepCost()
+    cost.observe(64, 0, 0.0001)
+    context = 16_000
+    for _ in range(200):
+        context += 64
+        cost.observe(64, context, 0.006)
+    assert cost.slope.value * context < 0.0001
