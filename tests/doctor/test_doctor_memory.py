@@ -28,8 +28,8 @@ def test_by_hand(qwen):
         "KV cache, draft": 12_288 * 32_768,
         # 8 x 5 rows of the target, 8 of the draft
         "workspace, logits": 48 * 151_936 * 10,
-        # 16 splits of 256 keys, 12 heads of 128 and two sums
-        "workspace, attention": 40 * 16 * 12 * 130 * 4,
+        # 8 splits of 256 keys and 4 of 512, 12 heads of 128 and two sums
+        "workspace, attention": 40 * 12 * 12 * 130 * 4,
         "workspace, prompts": 4096 * (2 * 1536 + 3 * 8960) * 2,
     }
     assert found.total == sum(table(found).values())
@@ -42,10 +42,11 @@ def test_by_hand(qwen):
 def test_the_split_is_the_kernels_own(qwen):
     pytest.importorskip("torch")
     from outrider.kernels.paged_attention import Tile
+    from outrider.kernels.paged_attention.splits import num_splits
 
-    for length in (256, 4096, 16384, 16385, 32768):
+    for length in (256, 257, 2048, 2049, 4096, 16384, 16385, 32768):
         plan = Plan(requests=1, context=length, drafts=0)
-        splits = -(-length // Tile.fit(6, length).split)
+        splits = num_splits(length, Tile.fit(6).split)
         assert table(budget(*qwen, plan, GPU))["workspace, attention"] == splits * 12 * 130 * 4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +12,13 @@ import torch
 
 from outrider.kernels import interpreter
 from outrider.kernels.paged_attention import Layout, Past, Tile, branches
+from outrider.kernels.paged_attention.splits import (
+    SAME,
+    full_splits,
+    num_splits,
+    num_splits_on_device,
+    split_start,
+)
 from outrider.kernels.paged_attention.triton import paged_attention
 from outrider.kernels.prefill_attention.triton import prefill_attention
 
@@ -242,9 +250,65 @@ def test_layout_of_a_prefill_made_on_the_device(interpreted):
         assert torch.equal(found[row], case.alone(row, table[line, :length].long()))
 
 
-def test_long_sequences_have_longer_splits():
-    assert [Tile.fit(8, n).split for n in (0, 16_384, 16_385, 131_072)] == [256, 256, 512, 2048]
-    assert all(n / Tile.fit(8, n).split <= 64 for n in (1_000, 40_000, 131_072, 1_000_000))
+LONG = replace(TILE, split=16)
+"""Splits of 16 keys up to position 128, then of 32."""
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100}], ids=str)
+@pytest.mark.parametrize("prefix", [126, 127, 128, 155, 159, 160, 250])
+def test_bits_are_the_same_where_splits_get_longer(interpreted, prefix, options):
+    """Decoded alone, verified as a chain, as a tree, and prefilled."""
+    case = Case()
+    past = chain(case, 0, prefix, 8)
+    rows = [(i, past.slots[: prefix + 1 + i]) for i in range(8)]
+    found = case.paged(case.layout([past], tile=LONG), **options)
+    assert_near(found, case, rows, **options)
+    layout = case.layout([past], tile=LONG)
+    assert torch.equal(
+        found, prefill_attention(case.q, case.k, case.v, layout, case.scale, **options)
+    )
+    for row, slots in rows[::3]:
+        assert torch.equal(found[row], case.alone(row, slots, tile=LONG, **options))
+    pasts = tree(case, prefix, TREES["binary"])
+    branched = case.paged(case.layout(pasts, tile=LONG), case.q[:7], **options)
+    for past in pasts:
+        for row, length in zip(past.rows, past.lens, strict=True):
+            alone = case.alone(row, past.slots[:length], tile=LONG, **options)
+            assert torch.equal(branched[row], alone)
+
+
+@pytest.mark.parametrize("max_len", [40, 64, 200, 100_000])
+def test_bits_do_not_depend_on_the_longest_context(interpreted, max_len):
+    """Two servers with different K or --context-length have req_to_token of different widths."""
+    case = Case()
+    table = case.slots[:40][None].to(torch.int32)
+    lines, lens = torch.zeros(2, dtype=torch.int64), torch.tensor([39, 40])
+    layout = Layout.of_lines(lines, lens, table, Tile.fit(case.group), case.group, max_len)
+    found = case.paged(layout, case.q[:2])
+    for row in range(2):
+        alone = case.alone(row, case.slots[: lens[row]], tile=Tile.fit(case.group))
+        assert torch.equal(found[row], alone)
+
+
+@pytest.mark.parametrize("size", [16, 256])
+def test_splits_depend_on_the_position_alone(size):
+    """In Python, on the device and in the kernel, they begin at the same positions."""
+    starts = [split_start(i, size) for i in range(300)]
+    sizes = [end - start for start, end in pairwise(starts)]
+    assert starts[0] == 0
+    assert sizes == [size * (1 + i // SAME) for i in range(299)]
+    near = sorted({max(0, s + d) for s in starts for d in (-1, 0, 1)})[:-1]
+    lens = torch.tensor(near)
+    counted = [bisect_left(starts, n) for n in near]
+    assert [num_splits(n, size) for n in near] == counted
+    assert num_splits_on_device(lens, size).tolist() == counted
+    assert [full_splits(n, size) for n in near] == [bisect_right(starts, n) - 1 for n in near]
+
+
+def test_short_contexts_are_shared_among_programs_and_long_ones_bounded():
+    split = Tile.fit(8).split
+    assert [num_splits(n, split) for n in (1024, 2048, 4096)] == [4, 8, 12]
+    assert num_splits(131_072, split) == 87
 
 
 @pytest.mark.parametrize(("rows", "group"), [(1, 8), (8, 8), (8, 1), (5, 7), (4, 4), (2, 6)])

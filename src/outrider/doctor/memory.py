@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import isqrt
 from typing import Any
 
 from outrider.doctor.finding import Finding, size
@@ -172,11 +173,20 @@ def _attention(target: Model, plan: Plan, room: Room) -> Row:
     if not room.is_gpu:
         tokens = plan.requests * length
         return Row(name, cell // target.layers * tokens, f"one layer of {tokens:,} tokens")
-    split = max(256, 1 << max(0, (length - 1) // 64).bit_length())
-    splits, rows = -(-length // split), plan.requests * (plan.drafts + 1)
+    splits, rows = _splits(length), plan.requests * (plan.drafts + 1)
     heads, dim = -(-target.heads // plan.tp), target.head_dim
     how = f"{rows} rows x {splits} splits x {heads} heads x {dim + 2} x 4 bytes"
     return Row(name, rows * splits * heads * (dim + 2) * 4, how)
+
+
+def _splits(length: int) -> int:
+    """Return into how many splits our kernel cuts so many keys, without importing torch.
+
+    Eight of 256, eight of 512, and so on: see `kernels/paged_attention/splits.py`.
+    """
+    units = (length - 1) // 256
+    block = (isqrt(units + 1) - 1) // 2
+    return 8 * block + (units - 4 * block * (block + 1)) // (block + 1) + 1
 
 
 def check_memory(

@@ -48,11 +48,7 @@ class Case:
         device, self.setting, self.heads = setting.device, setting, heads
         # prefixes end inside a block of keys, at the end of one, and behind the end of a split
         self.prefixes = (61, 31, 90) if setting.interpreted else (1000, 255, 4093)
-        self.tile = (
-            Tile(16, 16, 32)
-            if setting.interpreted
-            else Tile.fit(heads.group, max(self.prefixes) + 64)
-        )
+        self.tile = Tile(16, 16, 32) if setting.interpreted else Tile.fit(heads.group)
         count = 3 * (max(self.prefixes) + 64)
 
         def noise(*shape: int) -> Tensor:

@@ -58,7 +58,7 @@ class Arena:
         q = torch.randn(batch * rows, query_heads, heads.dim, dtype=k.dtype, device=device)
         lens = range(context - rows + 1, context + 1)
         pasts = [[Past(range(b * rows, (b + 1) * rows), lens, table[b])] for b in range(batch)]
-        layout = Layout.of(pasts, Tile.fit(heads.group, context), heads.group, device)
+        layout = Layout.of(pasts, Tile.fit(heads.group), heads.group, device)
         scale = heads.dim**-0.5
         contenders: dict[str, Work] = {OURS: lambda: triton.paged_attention(q, k, v, layout, scale)}
         host = self._host(q, k, v, table, rows, scale)

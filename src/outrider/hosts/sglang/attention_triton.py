@@ -2,7 +2,7 @@
 
 Rows of one request stand beside each other in a verify batch and share its keys, which are read
 once for all of them. What decides the order of a row's sums (the tile, the split) depends on the
-model and the context length alone, not on K: a server without speculation has the same bits.
+model alone, not on K or on the longest context: a server without speculation has the same bits.
 
 In a captured graph all shapes depend on the number of rows. SGLang captures one graph for each
 batch size in its list and pads a batch to the next: a padded row attends to one slot.
@@ -39,12 +39,12 @@ class TritonAttention(OutriderAttention):
             )
         self._group = config.num_attention_heads // tp_size // config.get_num_kv_heads(tp_size)
         self._max_len = self._req_to_token.shape[1]
-        self._tile = Tile.fit(self._group, self._max_len)
+        self._tile = Tile.fit(self._group)
         self._prefill_tile = self._tile.for_prefill(
             arch(self._req_to_token.device), config.head_dim, same_bits=self._deterministic
         )
         logger.info(
-            "TritonAttention: tiles of %d rows, splits of %d keys; prefill: tiles of %d rows",
+            "TritonAttention: tiles of %d rows, splits from %d keys on; prefill: tiles of %d rows",
             *(self._tile.rows, self._tile.split, self._prefill_tile.rows),
         )
         self._layout: Layout | None = None
@@ -68,12 +68,13 @@ class TritonAttention(OutriderAttention):
             pasts = self._decode_pasts(forward_batch)
             self._layout = Layout.of(pasts, self._tile, self._group, lines.device)
         else:
-            self._layout = self._rows(lines, forward_batch.seq_lens)
+            # memory for partial results as the longest row needs it: the host knows the lengths
+            known = forward_batch.seq_lens_cpu
+            longest = self._max_len if known is None else int(known.max())
+            self._layout = self._rows(lines, forward_batch.seq_lens, longest)
 
-    def _rows(self, lines: Tensor, lens: Tensor) -> Layout:
-        return Layout.of_lines(
-            lines, lens, self._req_to_token, self._tile, self._group, self._max_len
-        )
+    def _rows(self, lines: Tensor, lens: Tensor, longest: int) -> Layout:
+        return Layout.of_lines(lines, lens, self._req_to_token, self._tile, self._group, longest)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
         assert self._layout is not None
@@ -100,7 +101,7 @@ class TritonAttention(OutriderAttention):
         if not forward_mode.is_decode():
             raise Unsupported(f"a graph for {forward_mode}", fix="use --disable-cuda-graph")
         self._is_prefill = False
-        self._layout = self._captured[bs] = self._rows(req_pool_indices, seq_lens)
+        self._layout = self._captured[bs] = self._rows(req_pool_indices, seq_lens, self._max_len)
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -114,7 +115,8 @@ class TritonAttention(OutriderAttention):
         seq_lens_cpu: Tensor | None,
     ) -> None:
         """Write this step's rows into the layout that the graph reads."""
-        self._captured[bs].copy_(self._rows(req_pool_indices[:bs], seq_lens[:bs]))
+        rows = self._rows(req_pool_indices[:bs], seq_lens[:bs], self._max_len)
+        self._captured[bs].copy_(rows)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of a padded row."""

@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import launch_options
+from outrider.kernels.paged_attention.splits import (
+    full_splits,
+    num_splits,
+    num_splits_on_device,
+    split_start,
+)
 
 FIELDS = ("place", "count", "index", "first", "last")
 """What a tile is made of: its rows are `rows[place : place + count]`, the slot of its position p
@@ -42,7 +48,7 @@ class Tile:
 
     rows:   query rows times heads of a group, at least 16: a matrix instruction's
     keys:   keys of one product
-    split:  keys of one split
+    split:  keys of one of the first splits; later ones are longer, see `splits`
     """
 
     rows: int = 16
@@ -50,13 +56,9 @@ class Tile:
     split: int = 256
 
     @staticmethod
-    def fit(group: int, max_len: int = 0) -> Tile:
-        """Return the tile of a model: it holds eight rows of a group, of at most 64 in all.
-
-        max_len: of a sequence; a longer one has longer splits, at most 64 of them
-        """
-        rows = 16 if group <= 2 else 32 if group <= 4 else 64
-        return Tile(rows=rows, split=max(256, 1 << max(0, (max_len - 1) // 64).bit_length()))
+    def fit(group: int) -> Tile:
+        """Return the tile of a model: it holds eight rows of a group, of at most 64 in all."""
+        return Tile(rows=16 if group <= 2 else 32 if group <= 4 else 64)
 
     def for_prefill(self, arch: str, dim: int, same_bits: bool) -> Tile:
         """Return the tile of prefill: as many rows as registers hold beside two sums.
@@ -146,7 +148,9 @@ class Layout:
                 places.extend(some)
 
         for pasts in requests:
-            trunk = min(past.prefix for past in pasts) // tile.split if len(pasts) > 1 else 0
+            trunk = 0
+            if len(pasts) > 1:
+                trunk = full_splits(min(past.prefix for past in pasts), tile.split)
             if trunk:
                 add([row for past in pasts for row in past.rows], 0, trunk)
             for past in pasts:
@@ -155,7 +159,7 @@ class Layout:
                 index += len(past.slots)
                 lens.update(zip(past.rows, past.lens, strict=True))
         in_order = torch.tensor([lens[row] for row in sorted(lens)], dtype=torch.int32)
-        splits = -(-in_order // tile.split)
+        splits = num_splits_on_device(in_order, tile.split)
         return Layout(
             tile=tile,
             tiles=torch.tensor(tiles, device=device),
@@ -178,7 +182,7 @@ class Layout:
 
         lines: [N] the line of `table` that holds each row's slots; lens: [N]
         table: [R, L] int32 the slot of each position of each line
-        max_len: no row is longer
+        max_len: no row is longer; it decides how much memory there is for partial results
         """
         n, per_tile = len(lines), tile.rows // group
         i = torch.arange(n, device=lines.device)
@@ -190,8 +194,8 @@ class Layout:
         tiles[:, 1].scatter_add_(0, tile_of, (lens > 0).long())
         tiles[:, 2].scatter_(0, tile_of, lines.long() * table.stride(0))
         tiles[:, 4] = ALL
-        splits = -(-lens // tile.split)
-        max_splits = -(-max_len // tile.split)
+        splits = num_splits_on_device(lens, tile.split)
+        max_splits = num_splits(max_len, tile.split)
         return Layout(
             tile=tile,
             tiles=tiles,
@@ -234,7 +238,7 @@ class Layout:
             slots=table,
             parts=torch.empty(0, dtype=torch.int32, device=device),  # prefill has none
             num_parts=0,
-            max_splits=-(-longest // tile.split),
+            max_splits=num_splits(longest, tile.split),
         )
 
     def copy_(self, other: Layout) -> None:
@@ -248,11 +252,11 @@ class Layout:
 
         A tile reads its splits once, up to its longest row, whatever the number of its rows.
         """
-        total = 0
+        total, size = 0, self.tile.split
         for place, count, _, first, last in self.tiles.tolist():
             if count:
                 reach = int(self.lens[self.rows[place : place + count].long()].max())
-                total += max(0, min(reach, last * self.tile.split) - first * self.tile.split)
+                total += max(0, min(reach, split_start(last, size)) - split_start(first, size))
         return total
 
 

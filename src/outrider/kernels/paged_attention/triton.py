@@ -1,9 +1,10 @@
 """Paged attention in Triton: split-KV, one binary for decode, chains and trees.
 
 A row's answer is a fold over splits of its keys: `attend_split` reduces one split, `merge` adds it
-to what the splits before gave. Splits are counted from position 0 and have a fixed size, so neither
-the batch nor the number of rows changes what is added to what. Here splits run in parallel and
-`_combine` folds them in order; `prefill_attention` runs the same two functions one after another.
+to what the splits before gave. Where splits begin depends on the position alone (`splits`), so
+neither the batch nor the number of rows changes what is added to what. Here splits run in parallel
+and `_combine` folds them in order; `prefill_attention` runs the same two functions one after
+another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from outrider.kernels import arch, launch_options
 from outrider.kernels.paged_attention.layout import Layout
+from outrider.kernels.paged_attention.splits import SAME
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _WAVES_OF_PROGRAMS = 4
@@ -109,14 +111,31 @@ def tile_rows(p_tile, p_rows, p_lens, i_h, G: tl.constexpr, BLOCK_M: tl.constexp
 
 
 @triton.jit
+def split_start(i_s, SPLIT: tl.constexpr, SAME: tl.constexpr = SAME):
+    """Return the first position of a split, as `splits.split_start` does."""
+    block = i_s // SAME
+    return SPLIT * (block + 1) * (SAME // 2 * block + i_s % SAME)
+
+
+@triton.jit
+def split_of(position, SPLIT: tl.constexpr, SAME: tl.constexpr = SAME):
+    """Return the split of a position."""
+    units = position // SPLIT
+    # halfway between two integers' squares: no rounding of the root reaches the next integer
+    root = tl.sqrt(units.to(tl.float32) + 1.5).to(tl.int32)
+    block = (root - 1) // 2
+    return SAME * block + (units - SAME // 2 * block * (block + 1)) // (block + 1)
+
+
+@triton.jit
 def tile_splits(p_tile, b_len, window, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
     """Return the splits [first, last) that a tile's rows see, and its longest row's length."""
     first, last = tl.load(p_tile + 3).to(tl.int32), tl.load(p_tile + 4).to(tl.int32)
     reach = tl.max(b_len, 0)
-    last = tl.minimum(last, tl.cdiv(reach, SPLIT))
+    last = tl.minimum(last, tl.where(reach > 0, split_of(tl.maximum(reach - 1, 0), SPLIT) + 1, 0))
     if WINDOW:
         shortest = tl.min(tl.where(b_len > 0, b_len, reach), 0)
-        first = tl.maximum(first, tl.maximum(shortest - window, 0) // SPLIT)
+        first = tl.maximum(first, split_of(tl.maximum(shortest - window, 0), SPLIT))
     return first, last, reach
 
 
@@ -135,11 +154,11 @@ def _partial(
     o_d = tl.arange(0, BLOCK_D)
     p_q = q + i_row.to(tl.int64) * stride_qn + i_head * stride_qh
     b_q = load_rows(p_q[:, None], b_len > 0, o_d, D, BLOCK_D)
-    # the grid is fixed while lengths grow: each program takes every so-manieth split
+    # the grid is fixed while lengths grow: splits are strided over programs
     for i_s in range(first + tl.program_id(2), last, tl.num_programs(2)):
-        start = i_s * SPLIT
+        start, end = split_start(i_s, SPLIT), split_start(i_s + 1, SPLIT)
         b_m, b_l, b_acc = attend_split(
-            b_q, b_len, start, tl.minimum(start + SPLIT, reach), slots + tl.load(p_tile + 2),
+            b_q, b_len, start, tl.minimum(end, reach), slots + tl.load(p_tile + 2),
             k_cache + i_h * stride_kh, v_cache + i_h * stride_vh, stride_ks, stride_vs,
             scale, softcap, window,
             D, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, SOFTCAP, WINDOW,
@@ -167,11 +186,12 @@ def _combine(
     length, i_part = tl.load(lens + i_row), tl.load(parts + i_row)
     first = 0
     if WINDOW:
-        first = tl.maximum(length - window, 0) // SPLIT
+        first = split_of(tl.maximum(length - window, 0), SPLIT)
     b_m = tl.full([BLOCK_G], float("-inf"), tl.float32)
     b_l = tl.zeros([BLOCK_G], tl.float32)
     b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    for i_s in range(first, tl.cdiv(length, SPLIT)):
+    last = tl.where(length > 0, split_of(tl.maximum(length - 1, 0), SPLIT) + 1, 0)
+    for i_s in range(first, last):
         o_part = (i_part + i_s).to(tl.int64) * H + i_h * G + o_g
         s_m = tl.load(part_stats + o_part * 2, mask=m_g, other=float("-inf"))
         s_l = tl.load(part_stats + o_part * 2 + 1, mask=m_g, other=0.0)

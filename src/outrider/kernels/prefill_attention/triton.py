@@ -17,6 +17,7 @@ from outrider.kernels.paged_attention.triton import (
     attend_split,
     load_rows,
     merge,
+    split_start,
     store_rows,
     tile_rows,
     tile_splits,
@@ -44,9 +45,9 @@ def _prefill(
     b_l = tl.zeros([BLOCK_M], tl.float32)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for i_s in range(first, last):
-        start = i_s * SPLIT
+        start, end = split_start(i_s, SPLIT), split_start(i_s + 1, SPLIT)
         s_m, s_l, s_acc = attend_split(
-            b_q, b_len, start, tl.minimum(start + SPLIT, reach), slots + tl.load(p_tile + 2),
+            b_q, b_len, start, tl.minimum(end, reach), slots + tl.load(p_tile + 2),
             k_cache + i_h * stride_kh, v_cache + i_h * stride_vh, stride_ks, stride_vs,
             scale, softcap, window,
             D, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, SOFTCAP, WINDOW,
