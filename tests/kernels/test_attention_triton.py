@@ -19,6 +19,7 @@ from outrider.kernels.paged_attention.splits import (
     num_splits_on_device,
     split_start,
 )
+from outrider.kernels.paged_attention.trees import for_graph, tail_slots, tree_layout
 from outrider.kernels.paged_attention.triton import paged_attention
 from outrider.kernels.prefill_attention.triton import prefill_attention
 
@@ -239,6 +240,54 @@ def test_layout_made_on_the_device(interpreted):
         slots = table[lines[row], : lens[row]].long()
         assert torch.equal(found[row], case.alone(row, slots))
     assert found[7].abs().max() == 0
+
+
+def test_trees_in_a_captured_layout(interpreted):
+    """One layout takes over trees and chains of up to eight rows, one after the other.
+
+    Its buffers stay where they are, and rows that a step does not have are padding.
+    """
+    case = Case()
+    table = torch.stack([case.slots[i : i + 100] for i in (0, 50, 120)]).to(torch.int32)
+    lines, ones = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.int64)
+    tails = torch.full((tail_slots(8, 100, TILE),), -1, dtype=torch.int32)
+    chains = Layout.of_lines(lines, ones, table, TILE, case.group, max_len=100)
+    captured = for_graph(chains, tails)
+    buffers = [captured.tiles, captured.rows, captured.lens, captured.parts, captured.tails]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+
+    def check(parents, owners, prefixes):
+        depths: list[int] = []
+        for parent in parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        lens = [prefixes[o] + depth + 1 for o, depth in zip(owners, depths, strict=True)]
+        lens += [1] * (8 - len(lens))
+        on = torch.tensor([*owners, *[0] * (8 - len(owners))])
+        captured.copy_(tree_layout(parents, lens, on, table, TILE, case.group, 100))
+        found = case.paged(captured)
+        for row, owner in enumerate(owners):
+            prefix, first, path = prefixes[owner], owners.index(owner), []
+            node = row
+            while node >= 0:
+                path.insert(0, prefix + node - first)
+                node = parents[node]
+            slots = table[owner, [*range(prefix), *path]].long()
+            assert torch.equal(found[row], case.alone(row, slots))
+        for row in range(len(owners), 8):
+            assert torch.equal(found[row], case.alone(row, table[0, :1].long()))
+
+    check([-1, 0, 0, 1, 1, 2, 2], [2] * 7, {2: 70})
+    check([-1, 0, 1, 0, -1, 4, 5, 4], [1, 1, 1, 1, 0, 0, 0, 0], {0: 31, 1: 64})
+    check([-1, 0, 0, -1], [0, 0, 0, 2], {0: 5, 2: 90})  # no full split: no trunk
+    check([-1, 0, 1, -1, 3], [1, 1, 1, 2, 2], {1: 33, 2: 40})  # chains
+    lens = torch.tensor([60, 61, 62, 63, 64, 33, 34, 1])
+    lines = torch.tensor([2, 2, 2, 2, 2, 0, 0, 1])
+    captured.copy_(Layout.of_lines(lines, lens, table, TILE, case.group, max_len=100))
+    found = case.paged(captured)
+    for row in range(8):
+        slots = table[lines[row], : lens[row]].long()
+        assert torch.equal(found[row], case.alone(row, slots))
+    assert addresses == [buffer.data_ptr() for buffer in buffers]
 
 
 def test_layout_of_a_prefill_made_on_the_device(interpreted):

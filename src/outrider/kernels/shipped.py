@@ -23,13 +23,13 @@ DIMS = (64, 96, 128, 256)
 TILES = (16, 32, 64)
 
 _TYPES = {
-    **dict.fromkeys(("slots", "rows", "lens", "parts"), "*i32"),
+    **dict.fromkeys(("slots", "tails", "rows", "lens", "parts"), "*i32"),
     **dict.fromkeys(("part_acc", "part_stats"), "*fp32"),
     **dict.fromkeys(("scale", "softcap", "out_scale"), "fp32"),
     "tiles": "*i64",
     "window": "i32",
 }
-_UNALIGNED = ("slots", "tiles", "rows", "lens", "parts", "window")
+_UNALIGNED = ("slots", "tails", "tiles", "rows", "lens", "parts", "window")
 
 
 def attention(

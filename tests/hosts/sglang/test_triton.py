@@ -87,7 +87,7 @@ def test_a_captured_graph_reads_this_steps_rows(backend):
     )
     assert captured.tiles[:, :3].tolist() == [
         *([0, 4, 3 * 512], [4, 1, 5 * 512], [5, 1, 0]),
-        *([0, 0, 0] for _ in range(3)),
+        *([0, 0, 0] for _ in range(3 + 6)),  # room for a tree
     ]
     assert captured.lens.tolist() == lens.tolist()
     assert captured.parts.tolist() == [0, 2, 4, 6, 8, 9]

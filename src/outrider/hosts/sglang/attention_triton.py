@@ -5,7 +5,8 @@ once for all of them. What decides the order of a row's sums (the tile, the spli
 model alone, not on K or on the longest context: a server without speculation has the same bits.
 
 In a captured graph all shapes depend on the number of rows. SGLang captures one graph for each
-batch size in its list and pads a batch to the next: a padded row attends to one slot.
+batch size in its list and pads a batch to the next: a padded row attends to one slot. A graph takes
+chains and trees of as many rows: which rows share which keys is data.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from outrider.core import Unsupported
 from outrider.hosts.sglang.attention import OutriderAttention
 from outrider.kernels import arch
 from outrider.kernels.paged_attention import Layout, Tile, paged_attention
+from outrider.kernels.paged_attention.trees import for_graph, tail_slots, tree_layout
 from outrider.kernels.prefill_attention import prefill_attention
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class TritonAttention(OutriderAttention):
         self._layout: Layout | None = None
         self._is_prefill = False
         self._captured: dict[int, Layout] = {}
+        self._tails = self._req_to_token.new_zeros(0)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Find which rows share which keys, once for all layers, without asking the device."""
@@ -64,17 +67,27 @@ class TritonAttention(OutriderAttention):
                 self._prefill_tile,
                 self._group,
             )
-        elif forward_batch.spec_info is not None:  # a tree is laid out by the host
-            pasts = self._decode_pasts(forward_batch)
-            self._layout = Layout.of(pasts, self._tile, self._group, lines.device)
         else:
             # memory for partial results as the longest row needs it: the host knows the lengths
             known = forward_batch.seq_lens_cpu
             longest = self._max_len if known is None else int(known.max())
-            self._layout = self._rows(lines, forward_batch.seq_lens, longest)
+            trees = forward_batch.spec_info
+            self._layout = self._rows(lines, forward_batch.seq_lens, longest, trees, known)
 
-    def _rows(self, lines: Tensor, lens: Tensor, longest: int) -> Layout:
-        return Layout.of_lines(lines, lens, self._req_to_token, self._tile, self._group, longest)
+    def _rows(
+        self,
+        lines: Tensor,
+        lens: Tensor,
+        longest: int,
+        trees: Any = None,
+        lens_cpu: Tensor | None = None,
+    ) -> Layout:
+        """Lay out the rows of a decode batch. trees: its `TreeRows`, if drafts branch."""
+        shape = self._req_to_token, self._tile, self._group, longest
+        if trees is None:
+            return Layout.of_lines(lines, lens, *shape)
+        known = lens.tolist() if lens_cpu is None else lens_cpu.tolist()
+        return tree_layout(trees.parents, known, lines, *shape)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
         assert self._layout is not None
@@ -85,7 +98,9 @@ class TritonAttention(OutriderAttention):
         return attend(q, k, v, self._layout, scale, window, softcap, out_scale=v_scale)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Need nothing beforehand: each captured batch size has a layout of its own."""
+        """Make room for trees. Each captured batch size has a layout of its own."""
+        room = tail_slots(max_num_tokens, self._max_len, self._tile)
+        self._tails = self._req_to_token.new_zeros(room)
 
     def init_forward_metadata_capture_cuda_graph(
         self,
@@ -101,7 +116,8 @@ class TritonAttention(OutriderAttention):
         if not forward_mode.is_decode():
             raise Unsupported(f"a graph for {forward_mode}", fix="use --disable-cuda-graph")
         self._is_prefill = False
-        self._layout = self._captured[bs] = self._rows(req_pool_indices, seq_lens, self._max_len)
+        rows = self._rows(req_pool_indices, seq_lens, self._max_len)
+        self._layout = self._captured[bs] = for_graph(rows, self._tails)
 
     def init_forward_metadata_replay_cuda_graph(
         self,
@@ -115,7 +131,9 @@ class TritonAttention(OutriderAttention):
         seq_lens_cpu: Tensor | None,
     ) -> None:
         """Write this step's rows into the layout that the graph reads."""
-        rows = self._rows(req_pool_indices[:bs], seq_lens[:bs], self._max_len)
+        lines, lens = req_pool_indices[:bs], seq_lens[:bs]
+        lens_cpu = None if seq_lens_cpu is None else seq_lens_cpu[:bs]
+        rows = self._rows(lines, lens, self._max_len, spec_info, lens_cpu)
         self._captured[bs].copy_(rows)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

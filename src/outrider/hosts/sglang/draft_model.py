@@ -82,7 +82,9 @@ class SglangDraftModel:
             rows = slice(start, start + self._max_rows)
             found = self._rows(tokens[rows], lines[rows], positions[rows])
             wanted = [end - start for end in ends if start <= end < start + self._max_rows]
-            logits.append(found if len(wanted) == len(found) else found[wanted])
+            # the next pass may overwrite them: all captured graphs share one buffer for logits
+            is_last = start + self._max_rows >= len(tokens)
+            logits.append(found if is_last and len(wanted) == len(found) else found[wanted])
         for sequence, new in segments:
             sequence.length += len(new)
         return logits[0] if len(logits) == 1 else torch.cat(logits)

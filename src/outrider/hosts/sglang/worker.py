@@ -92,9 +92,7 @@ class OutriderWorker:
         self._group = target_worker.world_group
         runner = self.model_runner
         self._max_rows = _max_rows(runner)
-        # a captured graph cannot be told of a tree
-        is_ours = isinstance(runner.attn_backend, OutriderAttention)
-        self._trees = is_ours and not _graph_sizes(runner)
+        self._trees = isinstance(runner.attn_backend, OutriderAttention)
         profile = load_profile()
         model = None
         if server_args.speculative_draft_model_path is not None:

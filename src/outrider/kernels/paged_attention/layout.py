@@ -17,9 +17,10 @@ from outrider.kernels.paged_attention.splits import (
     split_start,
 )
 
-FIELDS = ("place", "count", "index", "first", "last")
+FIELDS = ("place", "count", "index", "first", "last", "table")
 """What a tile is made of: its rows are `rows[place : place + count]`, the slot of its position p
-is `slots[index + p]`, and it sees the splits [first, last)."""
+is `slots[index + p]` (table 0) or `tails[index + p]` (table 1), and it sees the splits
+[first, last)."""
 
 ALL = 1 << 30
 
@@ -103,13 +104,14 @@ no scratch on gfx942. Found by compiling, held by the static gates."""
 class Layout:
     """Tiles of query rows over a paged cache, on the device.
 
-    tiles:     [T, 5] int64, see FIELDS; a tile of no rows is skipped
+    tiles:     [T, 6] int64, see FIELDS; a tile of no rows is skipped
     rows:      [P] int32 the query row at each place
     lens:      [N] int32 how many positions each row attends to; 0 for padding
     slots:     flat int32 table; with page > 1 its entries are pages
     parts:     [N] int32 where each row's partial results start
     num_parts: partial results of all rows, or more
     max_splits: splits of the longest row, or more
+    tails:     flat int32 table of a tree's branches, see `trees`; None: there are none
     """
 
     tile: Tile
@@ -121,6 +123,7 @@ class Layout:
     num_parts: int
     max_splits: int
     page: int = 1
+    tails: Tensor | None = None
 
     @staticmethod
     def of(
@@ -144,7 +147,7 @@ class Layout:
         def add(rows: Sequence[int], first: int, last: int) -> None:
             for i in range(0, len(rows), per_tile):
                 some = rows[i : i + per_tile]
-                tiles.append((len(places), len(some), index, first, last))
+                tiles.append((len(places), len(some), index, first, last, 0))
                 places.extend(some)
 
         for pasts in requests:
@@ -224,7 +227,7 @@ class Layout:
         tiles, lens, row = [], [], 0
         for run, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
             for i in range(0, count, per_tile):
-                tiles.append((row + i, min(per_tile, count - i), run, 0, ALL))
+                tiles.append((row + i, min(per_tile, count - i), run, 0, ALL, 0))
             lens.append(torch.arange(prefix + 1, prefix + count + 1, dtype=torch.int32))
             row += count
         on_device = torch.tensor(tiles).to(device)
@@ -243,9 +246,13 @@ class Layout:
 
     def copy_(self, other: Layout) -> None:
         """Take over another layout of as many rows, in place: for a captured graph."""
-        self.tiles.copy_(other.tiles)
-        self.lens.copy_(other.lens)
-        self.parts.copy_(other.parts)
+        pairs = [(self.tiles, other.tiles), (self.rows, other.rows), (self.lens, other.lens)]
+        pairs.append((self.parts, other.parts))
+        if self.tails is not None and other.tails is not None:
+            pairs.append((self.tails, other.tails))
+        for mine, new in pairs:
+            mine[: len(new)].copy_(new)
+        self.tiles[len(other.tiles) :].zero_()  # tiles of no rows
 
     def tokens_read(self) -> int:
         """Return how many keys are read for each kv head; as many values are.
@@ -253,7 +260,7 @@ class Layout:
         A tile reads its splits once, up to its longest row, whatever the number of its rows.
         """
         total, size = 0, self.tile.split
-        for place, count, _, first, last in self.tiles.tolist():
+        for place, count, _, first, last, _ in self.tiles.tolist():
             if count:
                 reach = int(self.lens[self.rows[place : place + count].long()].max())
                 total += max(0, min(reach, split_start(last, size)) - split_start(first, size))

@@ -139,9 +139,9 @@ def tile_splits(p_tile, b_len, window, SPLIT: tl.constexpr, WINDOW: tl.constexpr
     return first, last, reach
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "tiles", "rows", "lens", "parts"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "tails", "tiles", "rows", "lens", "parts"])
 def _partial(
-    q, k_cache, v_cache, slots, tiles, rows, lens, parts, part_acc, part_stats,
+    q, k_cache, v_cache, slots, tails, tiles, rows, lens, parts, part_acc, part_stats,
     scale, softcap, window,
     stride_qn, stride_qh, stride_ks, stride_kh, stride_vs, stride_vh,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -154,11 +154,12 @@ def _partial(
     o_d = tl.arange(0, BLOCK_D)
     p_q = q + i_row.to(tl.int64) * stride_qn + i_head * stride_qh
     b_q = load_rows(p_q[:, None], b_len > 0, o_d, D, BLOCK_D)
+    p_slots = tl.where(tl.load(p_tile + 5) == 0, slots, tails) + tl.load(p_tile + 2)
     # the grid is fixed while lengths grow: splits are strided over programs
     for i_s in range(first + tl.program_id(2), last, tl.num_programs(2)):
         start, end = split_start(i_s, SPLIT), split_start(i_s + 1, SPLIT)
         b_m, b_l, b_acc = attend_split(
-            b_q, b_len, start, tl.minimum(end, reach), slots + tl.load(p_tile + 2),
+            b_q, b_len, start, tl.minimum(end, reach), p_slots,
             k_cache + i_h * stride_kh, v_cache + i_h * stride_vh, stride_ks, stride_vs,
             scale, softcap, window,
             D, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, SOFTCAP, WINDOW,
@@ -243,12 +244,13 @@ def paged_attention(
         "WINDOW": window is not None,
     }
     options = tile.options(arch(q.device), dim, softcap=softcap is not None)
+    tails = layout.slots if layout.tails is None else layout.tails
     num_tiles = len(layout.tiles)
-    if programs is None:
-        programs = _WAVES_OF_PROGRAMS * _processors(q.device) // (num_tiles * kv_heads)
+    if programs is None:  # by rows: a layout for graphs has tiles that are empty without a tree
+        programs = _WAVES_OF_PROGRAMS * _processors(q.device) // (n * kv_heads)
     programs = max(1, min(programs, layout.max_splits))
     _partial[(num_tiles, kv_heads, programs)](
-        q, k_cache, v_cache, layout.slots, layout.tiles, layout.rows, layout.lens,
+        q, k_cache, v_cache, layout.slots, tails, layout.tiles, layout.rows, layout.lens,
         layout.parts, part_acc, part_stats, scale, softcap or 0.0, window or 0,
         *q.stride()[:2], *k_cache.stride()[:2], *v_cache.stride()[:2],
         **shape, BLOCK_M=tile.rows, BLOCK_N=tile.keys, PAGE=layout.page,
