@@ -56,6 +56,10 @@ FALLBACKS = {
     "`resting`": "a drafter that failed is left alone for a while",
     "`prefill`": "the draft model could not read a prompt",
     "`grammar`": "a grammar backend that cannot go back (xgrammar can)",
+    "`rows`": (
+        "more rows than a pass may have: fewer drafts for each request, or none "
+        "([limits](sglang.md#how-many-rows-a-pass-may-have))"
+    ),
 }
 
 

@@ -35,7 +35,7 @@ BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 FROM_THE_START: dict[str, tuple[str, ...]] = {
     "request_steps": ("none",),
-    "fallbacks": ("error", "timeout", "garbage", "resting", "prefill", "grammar"),
+    "fallbacks": ("error", "timeout", "garbage", "resting", "prefill", "grammar", "rows"),
     "step_seconds": ("scheduler", "draft_forward", "draft", "forward", "verify", "host"),
 }
 """Series that are there at 0 before they count: what a series begins with, a rate does not see."""

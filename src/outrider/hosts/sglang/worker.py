@@ -33,6 +33,7 @@ from outrider.hosts.sglang.explain import step_record
 from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.profile import USES_MODEL, load_profile
 from outrider.hosts.sglang.roster import LiveRequest, Roster
+from outrider.hosts.sglang.row_limits import share_rows
 from outrider.hosts.sglang.rows import Block, Penalties, decode_rows, sample, verify_batch
 from outrider.hosts.sglang.tracing import StepClock, Tracer
 from outrider.kernels.sample_match import DeviceCoins
@@ -235,11 +236,12 @@ class OutriderWorker:
         The last token needs no draft beside it: a request that may emit n more drafts n - 1.
         """
         most = [
-            min(r.max_drafts, r.req.sampling_params.max_new_tokens - len(r.output) - 1)
+            max(0, min(r.max_drafts, r.req.sampling_params.max_new_tokens - len(r.output) - 1))
             for r in requests
         ]
-        room = self._max_rows // max(1, len(requests)) - 1
-        drafts = tuple(max(0, min(k, room)) for k in most)
+        drafts, cut = share_rows(most, self._max_rows)
+        if cut:
+            self._drafters.fallbacks["rows"] += cut
         return Budget(drafts, "match", self._coins, trees=self._trees)
 
     def _allocate(self, batch: Any, budget: Budget) -> Block:
