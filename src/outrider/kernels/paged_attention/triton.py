@@ -154,10 +154,10 @@ def _partial(
     o_d = tl.arange(0, BLOCK_D)
     p_q = q + i_row.to(tl.int64) * stride_qn + i_head * stride_qh
     b_q = load_rows(p_q[:, None], b_len > 0, o_d, D, BLOCK_D)
-    p_slots = tl.where(tl.load(p_tile + 5) == 0, slots, tails) + tl.load(p_tile + 2)
     # the grid is fixed while lengths grow: splits are strided over programs
     for i_s in range(first + tl.program_id(2), last, tl.num_programs(2)):
         start, end = split_start(i_s, SPLIT), split_start(i_s + 1, SPLIT)
+        p_slots = tl.where(tl.load(p_tile + 5) == 0, slots, tails) + tl.load(p_tile + 2)
         b_m, b_l, b_acc = attend_split(
             b_q, b_len, start, tl.minimum(end, reach), p_slots,
             k_cache + i_h * stride_kh, v_cache + i_h * stride_vh, stride_ks, stride_vs,
@@ -165,8 +165,8 @@ def _partial(
             D, BLOCK_D, BLOCK_M, BLOCK_N, PAGE, SOFTCAP, WINDOW,
         )  # fmt: skip
         # read again what the loop above would have to keep in registers
-        i_row, i_head, o_len = tile_rows(p_tile, rows, lens, i_h, G, BLOCK_M)
-        m_part = start < o_len
+        i_row, i_head, _ = tile_rows(p_tile, rows, lens, i_h, G, BLOCK_M)
+        m_part = b_l != 0.0  # the row sees some of this split
         o_part = (tl.load(parts + i_row, mask=m_part, other=0) + i_s).to(tl.int64) * H + i_head
         tl.store(part_stats + o_part * 2, b_m, mask=m_part)
         tl.store(part_stats + o_part * 2 + 1, b_l, mask=m_part)
