@@ -11,6 +11,7 @@ from outrider.doctor.finding import Finding, size
 from outrider.doctor.model import Model
 from outrider.doctor.pair import Plan
 from outrider.doctor.weights import BYTES
+from outrider.hosts.sglang.memory import max_rows, row_bytes
 
 __all__ = ["Budget", "Room", "Row", "budget", "check_memory"]
 
@@ -47,7 +48,6 @@ class Budget:
     room: Room
     tokens: int
     token_bytes: int | None
-    target_token_bytes: int | None
     target_weights: int | None
 
     @property
@@ -70,10 +70,10 @@ class Budget:
 
     @property
     def static_fraction(self) -> float | None:
-        """The share of the device that SGLang may take for the target, so that all fit."""
-        if self.fitting is None or self.target_weights is None or not self.target_token_bytes:
+        """The share of the device for the target and both caches, so that all fit."""
+        if self.fitting is None or self.target_weights is None or not self.token_bytes:
             return None
-        taken = self.target_weights + self.fitting * self.target_token_bytes
+        taken = self.target_weights + self.fitting * self.token_bytes
         return taken / self.room.total
 
     def as_json(self) -> dict[str, Any]:
@@ -128,7 +128,6 @@ def budget(target: Model, draft: Model | None, plan: Plan, room: Room) -> Budget
         room,
         tokens,
         token_bytes=sum(known) if len(known) == len(cells) else None,
-        target_token_bytes=cells[0][0],
         target_weights=rows[0].bytes,
     )
 
@@ -149,10 +148,11 @@ def _workspace(models: list[tuple[str, Model]], plan: Plan, room: Room) -> Itera
     if wide is None:
         yield Row("workspace, logits", None, "config.json does not say")
     else:
-        rows = plan.requests * (plan.drafts + 1) + (plan.requests if len(models) > 1 else 0)
-        # as the model computes them, as float32, and as probabilities
-        how = f"{rows} rows x {wide:,} x ({each} + 4 + 4) bytes"
-        yield Row("workspace, logits", rows * wide * (each + 8), how)
+        rows = max(plan.requests, min(plan.requests * (plan.drafts + 1), max_rows(wide, each)))
+        rows += plan.requests if len(models) > 1 else 0
+        # as the model computes them, as float32, as probabilities, and rows of one sampling kind
+        how = f"{rows} rows x {wide:,} x ({each} + 4 + 4 + 4) bytes, without penalties"
+        yield Row("workspace, logits", rows * row_bytes(wide, each), how)
     yield _attention(target, plan, room)
     hidden, between = target.hidden, target.intermediate
     if hidden is None or between is None:
@@ -228,6 +228,7 @@ def check_memory(
             "memory",
             "note",
             "SGLang sizes its cache by --mem-fraction-static before the draft model is loaded",
-            "neither the draft's weights nor its cache, as many slots as the target's, are in it",
-            f"serve with --mem-fraction-static {fraction:.2f} or less",
+            "the draft's cache is part of that, its weights are not: without the flag, on a GPU "
+            "8 GiB are left for them, for graphs and for logits",
+            f"if that is not enough, serve with --mem-fraction-static {fraction:.2f} or less",
         )

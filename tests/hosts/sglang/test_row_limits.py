@@ -34,6 +34,7 @@ def test_a_stock_backend_with_many_requests_is_counted():
     """--max-running-requests 64 and 40 of them: no room for drafts, and /metrics says so."""
     worker = OutriderWorker.__new__(OutriderWorker)
     worker._max_rows, worker._coins, worker._trees = 64, None, False
+    worker._logits = 1000, 2
     worker._drafters = SimpleNamespace(fallbacks=Counter())
     params = SimpleNamespace(max_new_tokens=100)
     request = SimpleNamespace(max_drafts=4, output=[], req=SimpleNamespace(sampling_params=params))

@@ -9,6 +9,7 @@ SGLang finds `register` by its entry point, `sglang.srt.plugins`. Read in this o
 * `roster`, `drafting`: SGLang's requests as drafters see them, and the server's drafters
 * `flush`, `explain`: streams in chunks of a fixed size; what each step did, for those who ask
 * `rows`: a verify pass as a decode batch with one row for each token; the host's own sampler
+* `row_limits`, `memory`: how many rows a pass may have, and what they take
 * `draft_model`: the draft in SGLang's own `TpModelWorker`
 * `metrics`, `tracing`: what it tells of itself, as Prometheus counters and OpenTelemetry spans
 * `attention`, `attention_triton`: the attention backend `outrider`

@@ -22,6 +22,10 @@ HOOKS: dict[str, str] = {
     "speculative.spec_info.SpeculativeAlgorithm.create_worker": "self server_args",
     "server_args.ServerArgs.add_cli_args": "parser",
     "server_args.ServerArgs._handle_speculative_decoding": "self",
+    "server_args.ServerArgs._handle_gpu_memory_settings": "self gpu_mem",
+    "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
+        "self mr num_layers"
+    ),
     "sampling.sampling_params.SamplingParams.verify": "self vocab_size",
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         "self meta_info recv_obj i"
@@ -38,6 +42,9 @@ HOOKS: dict[str, str] = {
 """What we hook, with its parameters."""
 
 CALLS: dict[str, str] = {
+    "configs.model_config.ModelConfig.from_server_args": (
+        "server_args model_path model_revision is_draft_model **"
+    ),
     "server_args.get_global_server_args": "",
     "server_args.add_attention_backend_choices": "choices",
     "server_args.add_deterministic_attention_backend_choices": "choices",

@@ -15,7 +15,7 @@ from typing import Any
 from outrider import __version__
 from outrider.core import Unsupported
 from outrider.hosts.sglang import contract_0_5_11 as contract
-from outrider.hosts.sglang import cpu, rocm, settings
+from outrider.hosts.sglang import cpu, memory, rocm, settings
 from outrider.hosts.sglang.profile import REPAIR_VARIABLE, load_profile, request_options
 
 NAME = "OUTRIDER"
@@ -148,6 +148,21 @@ def _handle_speculative_decoding(result: None, self: Any) -> None:
         raise SystemExit(f"outrider: {error}") from error
 
 
+def _handle_gpu_memory_settings(original: Callable[..., Any], self: Any, gpu_mem: Any) -> Any:
+    is_ours = self.mem_fraction_static is None and _chosen(self) and self.device != "cpu"
+    result = original(self, gpu_mem)
+    if is_ours and gpu_mem is not None:
+        memory.reserve(self, gpu_mem)
+    return result
+
+
+def _compute_cell_size(original: Callable[..., Any], self: Any, mr: Any, num_layers: int) -> Any:
+    size, args = original(self, mr, num_layers), mr.server_args
+    if mr.is_draft_worker or not _chosen(args) or args.speculative_draft_model_path is None:
+        return size
+    return size + memory.draft_cell_bytes(mr)
+
+
 def _create_worker(result: type, self: Any, server_args: Any) -> None:
     if settings.repairs(server_args):
         # SGLang's schedulers are processes of their own: the launcher's check is not theirs
@@ -261,6 +276,11 @@ _HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     "speculative.spec_info.SpeculativeAlgorithm.create_worker": (_create_worker, "AFTER"),
     "server_args.ServerArgs.add_cli_args": (_add_cli_args, "AFTER"),
     "server_args.ServerArgs._handle_speculative_decoding": (_handle_speculative_decoding, "AFTER"),
+    "server_args.ServerArgs._handle_gpu_memory_settings": (_handle_gpu_memory_settings, "AROUND"),
+    "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
+        _compute_cell_size,
+        "AROUND",
+    ),
     "sampling.sampling_params.SamplingParams.verify": (_verify_sampling_params, "AFTER"),
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         _spec_decoding_metrics,

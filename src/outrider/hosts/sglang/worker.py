@@ -30,6 +30,7 @@ from outrider.core import (
 from outrider.hosts.sglang.attention import OutriderAttention
 from outrider.hosts.sglang.drafting import Drafters, make_draft_model
 from outrider.hosts.sglang.explain import step_record
+from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.profile import USES_MODEL, load_profile
 from outrider.hosts.sglang.roster import LiveRequest, Roster
@@ -92,7 +93,8 @@ class OutriderWorker:
         self._tp_rank = tp_rank
         self._group = target_worker.world_group
         runner = self.model_runner
-        self._max_rows = _max_rows(runner)
+        self._logits = self.model_config.vocab_size, self.model_config.dtype.itemsize
+        self._max_rows = min(_max_rows(runner), max_rows(*self._logits))
         self._trees = isinstance(runner.attn_backend, OutriderAttention)
         profile = load_profile()
         model = None
@@ -181,7 +183,7 @@ class OutriderWorker:
         clock.lap("scheduler")
         requests = self._roster.call(batch.reqs)
         self._penalties.catch_up(batch)
-        budget = self._budget(requests)
+        budget = self._budget(requests, num_penalties(batch.sampling_info.penalizer_orchestrator))
         block = self._allocate(batch, budget)
         clock.lap("host")
 
@@ -230,16 +232,19 @@ class OutriderWorker:
             clock.parts["draft_forward"] += passes
         clock.lap("draft", less=passes)
 
-    def _budget(self, requests: Sequence[LiveRequest]) -> Budget:
+    def _budget(self, requests: Sequence[LiveRequest], penalties: int = 0) -> Budget:
         """Return how many drafts each request may have.
 
         The last token needs no draft beside it: a request that may emit n more drafts n - 1.
+
+        penalties: kinds of them that the batch has; each takes memory for every row
         """
         most = [
             max(0, min(r.max_drafts, r.req.sampling_params.max_new_tokens - len(r.output) - 1))
             for r in requests
         ]
-        drafts, cut = share_rows(most, self._max_rows)
+        limit = min(self._max_rows, max_rows(*self._logits, penalties))
+        drafts, cut = share_rows(most, limit)
         if cut:
             self._drafters.fallbacks["rows"] += cut
         return Budget(drafts, "match", self._coins, trees=self._trees)
@@ -456,7 +461,7 @@ def _append(req: Any, to: str, output: Any, source: str, rows: Sequence[int]) ->
 
 
 def _max_rows(runner: Any) -> int:
-    """Return how many rows a pass may have.
+    """Return how many rows the attention backend has room for.
 
     SGLang's GPU backends make room for as many decode requests as may run at once.
     """
