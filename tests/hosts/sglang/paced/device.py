@@ -1,0 +1,168 @@
+"""The device: a queue of passes, its memory, and the log of what it did."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paced.clock import SPIN, now, wait_until
+from paced.profiles import CostProfile, PassCost
+from paced.tensor import GreedyLogits, Timed
+from paced.texts import HEADER, VOCABULARY, Answers
+
+QUIET_SECONDS = 0.25
+"""The log is written when nothing was queued for so long: not while passes are being timed."""
+
+
+@dataclass
+class Pass:
+    """One pass in the log.
+
+    kind: decode, prefill, draft_decode or draft_prefill
+    queued: when the host launched it
+    start, done: when the device begins and ends it
+    read: when the host first asked for its result, and would have waited
+    rows: of the batch
+    context: cached tokens, each request's once
+    requests: how many
+    position: the sum over requests of the last known token's position: what grows is output
+    """
+
+    kind: str
+    queued: float
+    start: float
+    done: float
+    rows: int
+    context: int
+    requests: int
+    position: int
+    read: float = 0.0
+
+
+class Device:
+    """Runs the passes of a target and of a draft model, one after the other."""
+
+    def __init__(self, profile: CostProfile, log: Path | None = None, spin: float = SPIN) -> None:
+        self.profile = profile
+        self._spin = spin
+        self._free_at = 0.0
+        self._answers = Answers()
+        self._memory = np.zeros(0, dtype=np.int64)
+        # ready times are unique: passes of one queue never end together
+        self._unread: dict[float, Pass] = {}
+        self._passes: list[Pass] = []
+        if log is not None:
+            threading.Thread(target=self._write_when_quiet, args=(log,), daemon=True).start()
+
+    # -- the queue
+
+    @property
+    def free_at(self) -> float:
+        """When the last pass that was queued is done."""
+        return self._free_at
+
+    def wait(self, ready: float) -> None:
+        """Return when a moment has come, as a read of what is ready then does."""
+        found = self._unread.pop(ready, None)
+        if found is not None:
+            found.read = now()
+        wait_until(ready, self._spin)
+
+    def enqueue(self, kind: str, rows: int, context: int, requests: int, position: int) -> float:
+        """Queue a pass. Return when it is done."""
+        queued = now()
+        model: PassCost = getattr(self.profile, "draft" if kind.startswith("draft") else "target")
+        decode = kind.endswith("decode")
+        cost = model.decode(rows, context) if decode else model.prefill(rows)
+        start = max(queued, self._free_at)
+        self._free_at = start + cost
+        made = Pass(kind, queued, start, self._free_at, rows, context, requests, position)
+        self._unread[self._free_at] = made
+        self._passes.append(made)
+        return self._free_at
+
+    # -- what a model runner asks for
+
+    def forward(self, batch: Any, req_to_token: torch.Tensor, slots: int, is_draft: bool) -> Any:
+        """Queue the pass of a batch of SGLang's. Return its logits.
+
+        slots: how many the cache has
+        """
+        if batch.return_logprob:
+            raise NotImplementedError("logprobs on the paced device: ask for none")
+        with torch._C.DisableTorchFunctionSubclass():
+            mode = batch.forward_mode
+            if mode.is_decode():
+                return self._decode(batch, req_to_token, is_draft)
+            if mode.is_extend() and not mode.is_target_verify():
+                self._resize(slots)
+                return self._prefill(batch, req_to_token, is_draft)
+        raise NotImplementedError(f"{mode} on the paced device")
+
+    def _decode(self, batch: Any, req_to_token: torch.Tensor, is_draft: bool) -> Any:
+        lines, positions = batch.req_pool_indices.numpy(), batch.positions.numpy()
+        if len(lines) > 1:  # rows of a request stand together, its last token first
+            roots = np.empty(len(lines), dtype=bool)
+            roots[0] = True
+            np.not_equal(lines[1:], lines[:-1], out=roots[1:])
+            requests, context = int(np.count_nonzero(roots)), int(positions[roots].sum())
+        else:
+            requests, context = 1, int(positions[0])
+        kind = "draft_decode" if is_draft else "decode"
+        ready = self.enqueue(kind, len(lines), context, requests, context)
+        return self._logits(lines, positions, req_to_token, ready, is_draft)
+
+    def _prefill(self, batch: Any, req_to_token: torch.Tensor, is_draft: bool) -> Any:
+        ids = batch.input_ids.numpy()
+        kind = "draft_prefill" if is_draft else "prefill"
+        ready = self.enqueue(kind, len(ids), 0, len(batch.extend_seq_lens_cpu), 0)
+        self._memory[batch.out_cache_loc.numpy()] = ids
+        ends = np.cumsum(batch.extend_seq_lens_cpu) - 1
+        lines, positions = batch.req_pool_indices.numpy(), batch.positions.numpy()[ends]
+        return self._logits(lines, positions, req_to_token, ready, is_draft)
+
+    def _logits(
+        self,
+        lines: np.ndarray,
+        positions: np.ndarray,
+        req_to_token: torch.Tensor,
+        ready: float,
+        is_draft: bool,
+    ) -> Any:
+        headers = self._memory[req_to_token.numpy()[lines, :HEADER]]
+        if not is_draft:
+            tokens = torch.from_numpy(self._answers.target(headers, positions))
+            return GreedyLogits.over(tokens, VOCABULARY, ready, self.wait)
+        best, confidences = self._answers.draft(headers, positions)
+        logits = np.zeros((len(best), VOCABULARY), dtype=np.float32)
+        chances = confidences.clip(2 / VOCABULARY, 1 - 1e-6)
+        # one token stands out, all others are alike: softmax gives it this chance
+        logits[np.arange(len(best)), best] = np.log(chances * (VOCABULARY - 1) / (1 - chances))
+        return Timed.of(torch.from_numpy(logits), ready, self.wait)
+
+    def _resize(self, slots: int) -> None:
+        if slots > len(self._memory):
+            self._memory = np.concatenate(
+                [self._memory, np.zeros(slots - len(self._memory), dtype=np.int64)]
+            )
+
+    # -- the log
+
+    def _write_when_quiet(self, file: Path) -> None:
+        written = 0
+        while True:
+            time.sleep(QUIET_SECONDS)
+            count = len(self._passes)
+            if count and self._passes[-1].done < now() - QUIET_SECONDS and count > written:
+                with file.open("a") as out:
+                    for made in self._passes[written:count]:
+                        out.write(json.dumps(vars(made)) + "\n")
+                written = count
+                self._unread.clear()

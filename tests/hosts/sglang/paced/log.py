@@ -1,0 +1,96 @@
+"""What the device's log says of a run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paced.device import QUIET_SECONDS, Pass
+
+
+def read_log(file: Path, since: float = 0.0) -> list[Pass]:
+    """Return the passes that were queued after a moment."""
+    passes = (Pass(**json.loads(line)) for line in file.read_text().splitlines())
+    return [made for made in passes if made.queued >= since]
+
+
+def finished_log(file: Path, since: float, patience: float = 20.0) -> list[Pass]:
+    """Return the passes of a run that is over, as soon as the server has written them."""
+    deadline, seen = time.monotonic() + patience, -1
+    while time.monotonic() < deadline:
+        found = read_log(file, since) if file.exists() else []
+        if found and len(found) == seen:
+            return found
+        seen = len(found)
+        time.sleep(QUIET_SECONDS + 0.1)
+    raise RuntimeError(f"nothing was written to {file}: is the paced device in the server?")
+
+
+@dataclass(frozen=True)
+class Steady:
+    """What happened while all requests of a batch were being decoded.
+
+    seconds: from the first of these decode passes of the target to the last
+    tokens: how many were emitted in that time
+    steps: passes of the target
+    device_seconds: in which the device worked
+    gaps: seconds the device had nothing to do before each pass
+    drafts: rows of the target's passes beyond one for each request
+    """
+
+    seconds: float
+    tokens: int
+    steps: int
+    device_seconds: float
+    gaps: tuple[float, ...]
+    drafts: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the speed of all requests together."""
+        return self.tokens / self.seconds
+
+    def summary(self, batch: int) -> dict[str, Any]:
+        """Return the figures of a result file. Idle times in milliseconds."""
+        gaps = sorted(self.gaps)
+        return {
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "seconds": round(self.seconds, 3),
+            "steps": self.steps,
+            "tokens_per_step": round(self.tokens / self.steps / batch, 3),
+            "rows_per_step": round((self.drafts / self.steps + batch) / batch, 3),
+            "ideal_tokens_per_second": round(self.tokens / self.device_seconds, 1),
+            "share_of_ideal": round(self.device_seconds / self.seconds, 3),
+            "idle_ms_median": round(1000 * statistics.median(gaps), 3),
+            "idle_ms_p99": round(1000 * gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))], 3),
+        }
+
+
+def steady(passes: list[Pass], batch: int) -> Steady:
+    """Return what happened between the first and the last step with all requests in it.
+
+    Prompts that are being read and requests that end one after the other are left out.
+    """
+    full = [i for i, p in enumerate(passes) if p.kind == "decode" and p.requests == batch]
+    prefills = [i for i, p in enumerate(passes) if p.kind == "prefill"]
+    full = [i for i in full if not prefills or i > prefills[-1]]
+    if len(full) < 3:
+        raise ValueError(f"only {len(full)} steps with all {batch} requests")
+    window = passes[full[0] : full[-1] + 1]
+    first, last = window[0], window[-1]
+    # the last pass's tokens are not in its position yet: time ends where it begins
+    work = [p.done - p.start for p in window[:-1]]
+    pairs = list(zip(window, window[1:], strict=False))
+    targets = [p for p in window[:-1] if p.kind == "decode"]
+    return Steady(
+        seconds=last.start - first.start,
+        tokens=last.position - first.position,
+        steps=len(targets),
+        device_seconds=sum(work),
+        gaps=tuple(max(0.0, after.queued - before.done) for before, after in pairs),
+        drafts=sum(p.rows - p.requests for p in targets),
+    )

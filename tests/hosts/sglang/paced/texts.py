@@ -1,0 +1,152 @@
+"""The texts that are read and written on the paced device: recorded ones, put together.
+
+A text of one kind has the prompts of its four traces one after the other, then their outputs in the
+same order: about 500 tokens that a real model wrote, with what a real draft model said at each of
+them. Token ids are renamed to a small vocabulary. Lookups depend only on which tokens are equal, so
+acceptance is that of the real text.
+
+A prompt begins with a header of four tokens which tells the device the text, how its ids are
+shifted, and where its output begins. Requests of a batch have other shifts, so that nobody can draft
+from another request's text.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import cycle, islice
+from pathlib import Path
+
+import numpy as np
+
+VOCABULARY = 1024
+KINDS = ("code", "edit", "chat", "prose", "json")
+MIXED = "mixed"
+HEADER = 4
+UNKNOWN = 0.05
+"""Confidence of the draft model where nothing was recorded: at the first token of an output."""
+
+FILE = Path(__file__).parents[3] / "control" / "traces.json.gz"
+ROTATIONS = 4
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text, in ids that are not shifted.
+
+    prompt, output: token ids
+    drafted, confidences: [len(output)] what the draft model said at each output token, and how sure
+        it was
+    """
+
+    kind: str
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    drafted: tuple[int, ...]
+    confidences: tuple[float, ...]
+
+
+@lru_cache(maxsize=1)
+def texts() -> tuple[Text, ...]:
+    """Return all texts: each kind's traces, beginning with another one each."""
+    traces = json.loads(gzip.decompress(FILE.read_bytes()))["traces"]
+    found = []
+    for kind in KINDS:
+        own = [trace for trace in traces if trace["kind"] == kind]
+        found += [_joined(kind, own[i:] + own[:i]) for i in range(ROTATIONS)]
+    return tuple(found)
+
+
+def _joined(kind: str, traces: list[dict]) -> Text:
+    names: dict[int, int] = {}
+
+    def renamed(tokens: list[int]) -> list[int]:
+        return [names.setdefault(int(token), len(names)) for token in tokens]
+
+    prompt = [token for trace in traces for token in renamed(trace["prompt"])]
+    output, drafted, confidences = [], [], []
+    for trace in traces:
+        output += renamed(trace["output"])
+        # drafts[i] follows output[i]: its first token was drafted for output[i + 1]
+        first = [chain[0] for chain in trace["drafts"]]
+        drafted += [VOCABULARY - 1, *renamed([token for token, *_ in first])]
+        confidences += [UNKNOWN, *(confidence for _, confidence, *_ in first)]
+    assert len(names) < VOCABULARY
+    return Text(kind, tuple(prompt), tuple(output), tuple(drafted), tuple(confidences))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a client sends, and the answer that it must get."""
+
+    kind: str
+    ids: list[int]
+    output: list[int]
+
+
+def prompts(kind: str, batch: int, context: int = 0, first: int = 0) -> list[Prompt]:
+    """Return a batch of prompts, no two of them alike.
+
+    kind: one of KINDS, or MIXED: all kinds side by side
+    context: prompts have at least so many tokens; earlier texts of the kind stand before it
+    first: number of the first request: another one gives other prompts
+    """
+    found = []
+    for number in range(first, first + batch):
+        own = KINDS[number % len(KINDS)] if kind == MIXED else kind
+        turn = number // len(KINDS) if kind == MIXED else number
+        which = KINDS.index(own) * ROTATIONS + turn % ROTATIONS
+        found.append(_prompt(which, (number * 389 + 17) % VOCABULARY, context))
+    return found
+
+
+def _prompt(which: int, shift: int, context: int) -> Prompt:
+    text = texts()[which]
+    missing = max(0, context - HEADER - len(text.prompt))
+    # each round of the filler has other ids: it looks like the text, and predicts none of it
+    whole = np.array(text.prompt + text.output)
+    rounds = [whole + 61 * (i + 1) for i in range(-(-missing // len(whole)))]
+    filler = np.concatenate([*rounds, np.array([], dtype=np.int64)])[:missing]
+    body = np.concatenate([filler, text.prompt]).astype(np.int64)
+    start = HEADER + len(body)
+    header = [which, shift, start // VOCABULARY, start % VOCABULARY]
+    ids = header + ((body + shift) % VOCABULARY).tolist()
+    output = [(token + shift) % VOCABULARY for token in text.output]
+    return Prompt(text.kind, ids, output)
+
+
+class Answers:
+    """What both models say after each position, of many rows at once."""
+
+    def __init__(self) -> None:
+        longest = max(len(text.output) for text in texts())
+
+        def table(values: list[tuple], dtype: type) -> np.ndarray:
+            return np.array([list(islice(cycle(own), longest)) for own in values], dtype=dtype)
+
+        self._length = longest
+        self._output = table([text.output for text in texts()], np.int64)
+        self._drafted = table([text.drafted for text in texts()], np.int64)
+        self._confidences = table([text.confidences for text in texts()], np.float64)
+
+    def target(self, headers: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the target's token after each position, [N].
+
+        headers: [N, HEADER] of the rows' requests
+        """
+        which, at = self._place(headers, positions)
+        return (self._output[which, at] + headers[:, 1]) % VOCABULARY
+
+    def draft(self, headers: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the draft model's token after each position, and how sure it is of it, [N]."""
+        which, at = self._place(headers, positions)
+        tokens = (self._drafted[which, at] + headers[:, 1]) % VOCABULARY
+        return tokens, self._confidences[which, at]
+
+    def _place(self, headers: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        starts = headers[:, 2] * VOCABULARY + headers[:, 3]
+        # before the output, and far behind it, anything will do
+        at = (positions + 1 - starts).clip(0, self._length - 1)
+        return headers[:, 0].clip(0, len(self._output) - 1), at
