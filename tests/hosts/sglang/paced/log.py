@@ -6,26 +6,32 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from paced.device import QUIET_SECONDS, Pass
 
 
-def read_log(file: Path, since: float = 0.0) -> list[Pass]:
-    """Return the passes that were queued after a moment."""
-    passes = (Pass(**json.loads(line)) for line in file.read_text().splitlines())
-    return [made for made in passes if made.queued >= since]
+def read_log(file: Path) -> list[Pass]:
+    """Return the passes in a log."""
+    return [Pass(**json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def finished_log(file: Path, since: float, patience: float = 20.0) -> list[Pass]:
-    """Return the passes of a run that is over, as soon as the server has written them."""
+    """Return the passes of a run that is over, as soon as the server has written them.
+
+    since: when the run began. The file is removed: what the next run writes is its own.
+    """
     deadline, seen = time.monotonic() + patience, -1
     while time.monotonic() < deadline:
-        found = read_log(file, since) if file.exists() else []
-        if found and len(found) == seen:
-            return found
-        seen = len(found)
+        size = file.stat().st_size if file.exists() else 0
+        if size and size == seen:
+            passes = [made for made in read_log(file) if made.queued >= since]
+            if passes:
+                file.unlink()
+                return passes
+        seen = size
         time.sleep(QUIET_SECONDS + 0.1)
     raise RuntimeError(f"nothing was written to {file}: is the paced device in the server?")
 
@@ -38,7 +44,8 @@ class Steady:
     tokens: how many were emitted in that time
     steps: passes of the target
     device_seconds: in which the device worked
-    gaps: seconds the device had nothing to do before each pass
+    gaps: seconds of each step in which the device had nothing to do: from the end of a pass to the
+        next launch, those of draft passes included
     drafts: rows of the target's passes beyond one for each request
     """
 
@@ -83,14 +90,17 @@ def steady(passes: list[Pass], batch: int) -> Steady:
     window = passes[full[0] : full[-1] + 1]
     first, last = window[0], window[-1]
     # the last pass's tokens are not in its position yet: time ends where it begins
-    work = [p.done - p.start for p in window[:-1]]
-    pairs = list(zip(window, window[1:], strict=False))
     targets = [p for p in window[:-1] if p.kind == "decode"]
+    gaps = [0.0]
+    for before, after in pairwise(window):
+        gaps[-1] += max(0.0, after.queued - before.done)
+        if after.kind == "decode":
+            gaps.append(0.0)
     return Steady(
         seconds=last.start - first.start,
         tokens=last.position - first.position,
         steps=len(targets),
-        device_seconds=sum(work),
-        gaps=tuple(max(0.0, after.queued - before.done) for before, after in pairs),
+        device_seconds=sum(p.done - p.start for p in window[:-1]),
+        gaps=tuple(gaps[:-1]),
         drafts=sum(p.rows - p.requests for p in targets),
     )

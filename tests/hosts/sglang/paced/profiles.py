@@ -52,9 +52,9 @@ H100_8B = CostProfile(
     source=(
         "Llama-3.1-8B on one H100, vLLM: the fit of SpecDecode-Bench, 5.9 ms + 21 us a token + "
         "39 ns a cached token. Their further 1.2 ms a step is the engine's host time: left out, "
-        "because here the host is real. Draft: a model of the 1B class, 2.1 ms a pass (their figure "
-        "for an EAGLE pass: small passes are bound by launches, not by weights); row by parameters "
-        "(1.24 of 8.03 billion), kv by cache bytes (32 of 128 KiB a token)."
+        "because here the host is real. Draft: a model of the 1B class, 2.1 ms a pass (their "
+        "figure for an EAGLE pass: small passes are bound by launches, not by weights); row by "
+        "parameters (1.24 of 8.03 billion), kv by cache bytes (32 of 128 KiB a token)."
     ),
     target=PassCost(fixed=5.9e-3, row=21e-6, kv=39e-9, prefill_row=21e-6),
     draft=PassCost(fixed=2.1e-3, row=3.2e-6, kv=9.8e-9, prefill_row=3.2e-6),
@@ -78,8 +78,8 @@ MI300X_32B = CostProfile(
         "Qwen3-32B on one MI300X, SGLang: 41.5 / 40.1 / 39.3 tokens/s a request at B = 1 / 2 / 4 "
         "are 24.1 / 24.9 / 25.4 ms a step, so fixed = 24.0 ms. (24.4 tokens/s at B = 8 is a jump "
         "that no straight line has; it is left out, which favours large batches.) Row: 65.6 GFLOP "
-        "at half of 1,307 TFLOPS. kv: 256 KiB of cache a token at 80 % of 5.3 TB/s. Draft: Qwen3-4B, "
-        "by parameters (4.0 of 32.8 billion) and cache bytes (144 of 256 KiB)."
+        "at half of 1,307 TFLOPS. kv: 256 KiB of cache a token at 80 % of 5.3 TB/s. Draft: "
+        "Qwen3-4B, by parameters (4.0 of 32.8 billion) and cache bytes (144 of 256 KiB)."
     ),
     target=PassCost(fixed=24.0e-3, row=100e-6, kv=62e-9, prefill_row=100e-6),
     draft=PassCost(fixed=3.0e-3, row=12e-6, kv=35e-9, prefill_row=12e-6),

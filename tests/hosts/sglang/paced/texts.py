@@ -6,8 +6,8 @@ them. Token ids are renamed to a small vocabulary. Lookups depend only on which 
 acceptance is that of the real text.
 
 A prompt begins with a header of four tokens which tells the device the text, how its ids are
-shifted, and where its output begins. Requests of a batch have other shifts, so that nobody can draft
-from another request's text.
+shifted, and where its output begins. Each request of a batch has a shift of its own, so that nobody
+can draft from another request's text.
 """
 
 from __future__ import annotations
