@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from paced import recorder
 from paced.clock import SPIN, now, sharpen_sleep
 from paced.device import Device
 from paced.profiles import PROFILES
@@ -85,6 +86,8 @@ def _lay_hooks(setting: str) -> None:
     }
     for name, (hook, kind) in hooks.items():
         HookRegistry.register(f"sglang.srt.{name}", hook, kind)
+    if file := os.environ.get(recorder.VARIABLE):
+        recorder.register(Path(file))
 
 
 def _greedy_only(result: None, self: Any, vocab_size: int) -> None:
