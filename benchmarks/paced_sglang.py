@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,17 +180,14 @@ def servers(
         *("--max-total-tokens", str(slots + 4096), "--mem-fraction-static", "0.5"),
         *("--context-length", str(length)),
     )  # fmt: skip
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        running = dict(
-            zip(
-                names,
-                pool.map(lambda n: _start(n, args, model, folder, common), names),
-                strict=True,
-            )
-        )
-        for server in running.values():
-            stack.callback(server.stop)
-            server.suspend()
+    with ExitStack() as stack:
+        running: dict[str, Paced] = {}
+        for name in names:  # the next one loads while we wait for the one before it
+            running[name] = _start(name, args, model, folder, common)
+            stack.callback(running[name].stop)
+            for ready in list(running.values())[-2:-1]:
+                ready.wait().suspend()
+        running[names[-1]].wait().suspend()
         yield running
 
 
@@ -221,7 +217,6 @@ def _start(
         flags += ["--speculative-draft-model-path", str(model)]
     server = Paced(model, *flags, log=folder / f"{stem}.log", **environment)
     server.passes = passes
-    server.wait()
     return server
 
 

@@ -75,9 +75,20 @@ class Device:
             found.read = now()
         wait_until(ready, self._spin)
 
-    def enqueue(self, kind: str, rows: int, context: int, requests: int, position: int) -> float:
-        """Queue a pass. Return when it is done."""
-        queued = now()
+    def enqueue(
+        self,
+        kind: str,
+        rows: int,
+        context: int,
+        requests: int,
+        position: int,
+        queued: float | None = None,
+    ) -> float:
+        """Queue a pass. Return when it is done.
+
+        queued: when it was launched; by default now
+        """
+        queued = now() if queued is None else queued
         model: PassCost = getattr(self.profile, "draft" if kind.startswith("draft") else "target")
         decode = kind.endswith("decode")
         cost = model.decode(rows, context) if decode else model.prefill(rows)
@@ -107,6 +118,7 @@ class Device:
         raise NotImplementedError(f"{mode} on the paced device")
 
     def _decode(self, batch: Any, req_to_token: torch.Tensor, is_draft: bool) -> Any:
+        launched = now()  # what follows is the device's work, or launching it
         lines, positions = batch.req_pool_indices.numpy(), batch.positions.numpy()
         if len(lines) > 1:  # rows of a request stand together, its last token first
             roots = np.empty(len(lines), dtype=bool)
@@ -116,7 +128,7 @@ class Device:
         else:
             requests, context = 1, int(positions[0])
         kind = "draft_decode" if is_draft else "decode"
-        ready = self.enqueue(kind, len(lines), context, requests, context)
+        ready = self.enqueue(kind, len(lines), context, requests, context, launched)
         return self._logits(lines, positions, req_to_token, ready, is_draft)
 
     def _prefill(self, batch: Any, req_to_token: torch.Tensor, is_draft: bool) -> Any:

@@ -124,7 +124,7 @@ class Answers:
         longest = max(len(text.output) for text in texts())
 
         def table(values: list[tuple], dtype: type) -> np.ndarray:
-            return np.array([list(islice(cycle(own), longest)) for own in values], dtype=dtype)
+            return np.array([list(islice(cycle(own), longest)) for own in values], dtype).ravel()
 
         self._length = longest
         self._output = table([text.output for text in texts()], np.int64)
@@ -136,17 +136,17 @@ class Answers:
 
         headers: [N, HEADER] of the rows' requests
         """
-        which, at = self._place(headers, positions)
-        return (self._output[which, at] + headers[:, 1]) % VOCABULARY
+        places = self._places(headers, positions)
+        return (self._output.take(places, mode="clip") + headers[:, 1]) % VOCABULARY
 
     def draft(self, headers: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the draft model's token after each position, and how sure it is of it, [N]."""
-        which, at = self._place(headers, positions)
-        tokens = (self._drafted[which, at] + headers[:, 1]) % VOCABULARY
-        return tokens, self._confidences[which, at]
+        places = self._places(headers, positions)
+        tokens = (self._drafted.take(places, mode="clip") + headers[:, 1]) % VOCABULARY
+        return tokens, self._confidences.take(places, mode="clip")
 
-    def _place(self, headers: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _places(self, headers: np.ndarray, positions: np.ndarray) -> np.ndarray:
         starts = headers[:, 2] * VOCABULARY + headers[:, 3]
         # before the output, and far behind it, anything will do
-        at = (positions + 1 - starts).clip(0, self._length - 1)
-        return headers[:, 0].clip(0, len(self._output) - 1), at
+        at = np.minimum(np.maximum(positions + 1 - starts, 0), self._length - 1)
+        return headers[:, 0] * self._length + at
