@@ -21,34 +21,25 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import IMAGES, pyplot, save_plot, spread, write
-from common_sglang import Suspendable, end_servers_at_sigterm, seconds_by_part
-from paced.clock import now
-from paced.log import finished_log, steady
-from paced.model import FLAGS, write_model
-from paced.plugin import PLUGIN, VARIABLE
-from paced.profiles import PROFILES
-from paced.texts import KINDS, MIXED, Prompt, prompts
 from rich.console import Console
 from rich.table import Table
 
 from outrider.report import provenance
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "sglang"))
+from paced.profiles import PROFILES
+from paced.texts import KINDS, MIXED, prompts
+
 RESULT = Path(__file__).parent / "results" / "paced_sglang.json"
 OVERLAP, SYNC, NONE = "bare", "bare, no overlap", "none"
 ADAPTIVE, WITH_MODEL = "adaptive", "adaptive + model"
 MOST_DRAFTS = 12
-PREFILL_ROW = 2e-6
-"""Seconds a token: less than a GPU needs, because prompts are not part of what is measured."""
-
 CELLS = {
     1: (MIXED, *KINDS),
     4: (MIXED, "edit"),
@@ -64,26 +55,18 @@ TOKENS = {1: 320, 4: 320, 16: 256, 64: 160, 256: 128}
 
 Run = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Contender:
-    """A server. profile: of Outrider; None for bare SGLang."""
-
-    flags: tuple[str, ...] = ()
-    profile: dict[str, Any] | None = None
-    draft_model: bool = False
-
-
-CONTENDERS = {
-    OVERLAP: Contender(),
-    SYNC: Contender(("--disable-overlap-schedule",)),
-    NONE: Contender(profile={"drafter": "none"}),
-    "suffix 4": Contender(profile={"drafter": "suffix", "max_drafts": 4}),
-    ADAPTIVE: Contender(profile={"drafter": "adaptive", "max_drafts": MOST_DRAFTS}),
-    WITH_MODEL: Contender(
-        profile={"drafter": "adaptive", "max_drafts": MOST_DRAFTS}, draft_model=True
-    ),
+CONTENDERS: dict[str, dict[str, Any]] = {
+    OVERLAP: {},
+    SYNC: {"flags": ("--disable-overlap-schedule",)},
+    NONE: {"profile": {"drafter": "none"}},
+    "suffix 4": {"profile": {"drafter": "suffix", "max_drafts": 4}},
+    ADAPTIVE: {"profile": {"drafter": "adaptive", "max_drafts": MOST_DRAFTS}},
+    WITH_MODEL: {
+        "profile": {"drafter": "adaptive", "max_drafts": MOST_DRAFTS},
+        "draft_model": True,
+    },
 }
+"""Fields of paced_servers.Contender."""
 
 
 def main() -> None:
@@ -117,6 +100,8 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds of all cells. Return the runs, and what made them."""
+    from paced_servers import ask, servers  # a report needs neither SGLang nor its environment
+
     cells = _cells(args)
     rounds = 1 if args.quick else args.rounds
     profile = PROFILES[args.device]
@@ -128,7 +113,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     runs: list[Run] = result["runs"]
     started = time.monotonic()
-    with servers(args, args.contenders, cells) as running:
+    flags = _size_flags(args, cells)
+    with servers(args.device, _contenders(args.contenders), flags) as running:
         for batch in dict.fromkeys(batch for _, batch in cells):
             for server in running.values():  # control has met traffic before
                 ask(server, prompts(MIXED, batch, args.context, first=900), batch, 64)
@@ -137,9 +123,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 turn = (number + round_) % len(running)
                 order = [*running.items()][turn:] + [*running.items()][:turn]
                 asked = prompts(kind, batch, args.context, first=round_ * batch)
-                tokens = args.tokens or TOKENS.get(batch, 128)
                 for name, server in order:
-                    found = ask(server, asked, batch, tokens)
+                    found = ask(server, asked, batch, _most(args, batch))
                     place = {"contender": name, "kind": kind, "batch": batch, "round": round_}
                     runs.append({**place, **found})
                 minutes = (time.monotonic() - started) / 60
@@ -156,101 +141,41 @@ def _cells(args: argparse.Namespace) -> list[tuple[str, int]]:
     return [(kind, batch) for batch in batches for kind in args.kinds or table.get(batch, (MIXED,))]
 
 
-@contextmanager
-def servers(
-    args: argparse.Namespace,
-    names: Sequence[str],
-    cells: Sequence[tuple[str, int]],
-    *flags: str,
-) -> Iterator[dict[str, Paced]]:
-    """Start the contenders' servers, two at a time. All are suspended."""
-    end_servers_at_sigterm()
-    folder = Path(tempfile.mkdtemp(prefix="outrider-paced-"))
-    print(f"logs are in {folder}")
-    model = write_model(folder / "model")
+def _size_flags(args: argparse.Namespace, cells: Sequence[tuple[str, int]]) -> tuple[str, ...]:
+    """Return the flags that make room for the largest cell."""
     sizes = [
         (batch, max(len(p.ids) for p in prompts(kind, batch, args.context)), _most(args, batch))
         for kind, batch in [*cells, *((MIXED, batch) for _, batch in cells)]
     ]
     slots = max(batch * (prompt + tokens + 2 * MOST_DRAFTS + 8) for batch, prompt, tokens in sizes)
     length = max(prompt + tokens for _, prompt, tokens in sizes) + 64
-    common = (
-        *FLAGS, *flags,
+    return (
         *("--max-running-requests", str(max(batch for batch, *_ in sizes) + 8)),
         *("--max-total-tokens", str(slots + 4096), "--mem-fraction-static", "0.5"),
         *("--context-length", str(length)),
-    )  # fmt: skip
-    with ExitStack() as stack:
-        running: dict[str, Paced] = {}
-        for name in names:  # the next one loads while we wait for the one before it
-            running[name] = _start(name, args, model, folder, common)
-            stack.callback(running[name].stop)
-            for ready in list(running.values())[-2:-1]:
-                ready.wait().suspend()
-        running[names[-1]].wait().suspend()
-        yield running
+    )
 
 
-class Paced(Suspendable):
-    """A server on the paced device. passes: the device's log."""
+def _contenders(names: Sequence[str]) -> dict[str, Any]:
+    from paced_servers import Contender
 
-    passes: Path
-
-
-def _start(
-    name: str, args: argparse.Namespace, model: Path, folder: Path, common: Sequence[str]
-) -> Paced:
-    contender, stem = CONTENDERS[name], name.replace(" ", "-").replace(",", "")
-    passes = folder / f"{stem}.passes.jsonl"
-    setting = {"profile": args.device, "log": str(passes), "prefill_row": PREFILL_ROW}
-    (folder / f"{stem}.device.json").write_text(json.dumps(setting))
-    environment = {VARIABLE: str(folder / f"{stem}.device.json"), "OMP_NUM_THREADS": "1"}
-    flags = [*common, *contender.flags]
-    if contender.profile is None:
-        environment["SGLANG_PLUGINS"] = PLUGIN
-        flags += ["--attention-backend", "torch_native"]
-    else:
-        (folder / f"{stem}.yaml").write_text(json.dumps(contender.profile))
-        environment["OUTRIDER_CONFIG"] = str(folder / f"{stem}.yaml")
-        flags += ["--attention-backend", "outrider", "--speculative-algorithm", "OUTRIDER"]
-    if contender.draft_model:
-        flags += ["--speculative-draft-model-path", str(model)]
-    server = Paced(model, *flags, log=folder / f"{stem}.log", **environment)
-    server.passes = passes
-    return server
+    return {name: Contender(**CONTENDERS[name]) for name in names}
 
 
 def _most(args: argparse.Namespace, batch: int) -> int:
     return args.tokens or TOKENS.get(batch, 128)
 
 
-def ask(server: Paced, asked: list[Prompt], batch: int, tokens: int) -> Run:
-    """Let a server answer a batch. Return what the device's log says of it."""
-    tokens = min(tokens, *(len(prompt.output) for prompt in asked))
-    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"input_ids": [prompt.ids for prompt in asked], "sampling_params": params}
-    server.resume()
-    since = now()
-    response = server.post("/generate", body, timeout=1800)
-    seconds = now() - since
-    assert response.ok, f"{response.status_code}: {response.text[:500]}"
-    passes = finished_log(server.passes, since)
-    server.suspend()
-    for number, (prompt, answer) in enumerate(zip(asked, response.json(), strict=True)):
-        if answer["output_ids"] != prompt.output[:tokens]:
-            raise SystemExit(
-                f"{server.log}: answer {number} of {batch} ({prompt.kind}) is not the recorded "
-                "text. No speed is said."
-            )
-    return {**steady(passes, batch).summary(batch), "request_seconds": round(seconds, 3)}
-
-
 def measure_parts(
     args: argparse.Namespace, cells: Sequence[tuple[str, int]]
 ) -> list[dict[str, Any]]:
     """Return the milliseconds of a step by part, by Outrider's own metrics, which cost time too."""
+    from common_sglang import seconds_by_part
+    from paced_servers import ask, servers
+
     names, found = [n for n in (NONE, ADAPTIVE, WITH_MODEL) if n in args.contenders], []
-    with servers(args, names, cells, "--enable-metrics") as running:
+    flags = (*_size_flags(args, cells), "--enable-metrics")
+    with servers(args.device, _contenders(names), flags) as running:
         for batch in dict.fromkeys(batch for _, batch in cells):
             for name, server in running.items():
                 asked = prompts(MIXED, batch, args.context)

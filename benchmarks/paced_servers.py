@@ -1,0 +1,106 @@
+"""The servers of paced_sglang.py: one for each contender, of which one works at a time."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common_sglang import Suspendable, end_servers_at_sigterm
+from paced.clock import now
+from paced.log import finished_log, steady
+from paced.model import FLAGS, write_model
+from paced.plugin import PLUGIN, VARIABLE
+from paced.texts import Prompt
+
+PREFILL_ROW = 2e-6
+"""Seconds a token: less than a GPU needs, because prompts are not part of what is measured."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A server. profile: of Outrider; None for bare SGLang."""
+
+    flags: tuple[str, ...] = ()
+    profile: dict[str, Any] | None = None
+    draft_model: bool = False
+
+
+class Paced(Suspendable):
+    """A server on the paced device. passes: the device's log."""
+
+    passes: Path
+
+
+@contextmanager
+def servers(
+    device: str,
+    contenders: dict[str, Contender],
+    flags: Sequence[str],
+) -> Iterator[dict[str, Paced]]:
+    """Start the contenders' servers. All are suspended.
+
+    device: name of a cost profile
+    flags: of all servers, their sizes among them
+    """
+    end_servers_at_sigterm()
+    folder = Path(tempfile.mkdtemp(prefix="outrider-paced-"))
+    print(f"logs are in {folder}")
+    model = write_model(folder / "model")
+    with ExitStack() as stack:
+        running: dict[str, Paced] = {}
+        for name, contender in contenders.items():
+            running[name] = _start(name, contender, device, model, folder, flags)
+            stack.callback(running[name].stop)
+            for before in list(running.values())[-2:-1]:  # two load at a time
+                before.wait().suspend()
+        list(running.values())[-1].wait().suspend()
+        yield running
+
+
+def _start(
+    name: str, contender: Contender, device: str, model: Path, folder: Path, common: Sequence[str]
+) -> Paced:
+    stem = name.replace(" ", "-").replace(",", "")
+    passes = folder / f"{stem}.passes.jsonl"
+    setting = {"profile": device, "log": str(passes), "prefill_row": PREFILL_ROW}
+    (folder / f"{stem}.device.json").write_text(json.dumps(setting))
+    environment = {VARIABLE: str(folder / f"{stem}.device.json"), "OMP_NUM_THREADS": "1"}
+    flags = [*FLAGS, *common, *contender.flags]
+    if contender.profile is None:
+        environment["SGLANG_PLUGINS"] = PLUGIN
+        flags += ["--attention-backend", "torch_native"]
+    else:
+        (folder / f"{stem}.yaml").write_text(json.dumps(contender.profile))
+        environment["OUTRIDER_CONFIG"] = str(folder / f"{stem}.yaml")
+        flags += ["--attention-backend", "outrider", "--speculative-algorithm", "OUTRIDER"]
+    if contender.draft_model:
+        flags += ["--speculative-draft-model-path", str(model)]
+    server = Paced(model, *flags, log=folder / f"{stem}.log", **environment)
+    server.passes = passes
+    return server
+
+
+def ask(server: Paced, asked: list[Prompt], batch: int, tokens: int) -> dict[str, Any]:
+    """Let a server answer a batch. Return what the device's log says of it."""
+    tokens = min(tokens, *(len(prompt.output) for prompt in asked))
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": [prompt.ids for prompt in asked], "sampling_params": params}
+    server.resume()
+    since = now()
+    response = server.post("/generate", body, timeout=1800)
+    seconds = now() - since
+    assert response.ok, f"{response.status_code}: {response.text[:500]}"
+    passes = finished_log(server.passes, since)
+    server.suspend()
+    for number, (prompt, answer) in enumerate(zip(asked, response.json(), strict=True)):
+        if answer["output_ids"] != prompt.output[:tokens]:
+            raise SystemExit(
+                f"{server.log}: answer {number} of {batch} ({prompt.kind}) is not the recorded "
+                "text. No speed is said."
+            )
+    return {**steady(passes, batch).summary(batch), "request_seconds": round(seconds, 3)}
