@@ -104,6 +104,9 @@ class RecordedModel:
     def unread(self, request):
         return max(1, request.length - self.read[request.id])
 
+    def ready(self, request):
+        return True
+
     def propose(self, requests, budget):
         depth = [0] * len(requests)
         survival = [1.0] * len(requests)

@@ -33,6 +33,9 @@ class Guesser:
     def unread(self, request):
         return 1
 
+    def ready(self, request):
+        return True
+
     def propose(self, requests, budget):
         self.asked += 1
         # a pass that must promise almost a draft for each request is not followed by another
@@ -212,6 +215,42 @@ def test_a_model_that_has_become_good_is_found_again():
     model.chance = 0.95
     world.run(drafter, 200)
     assert world.run(drafter, 50) > 2 * 2 / 0.1
+
+
+class Behind(Guesser):
+    """Has to read three chunks of the second request before it drafts for it."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.chunks, self.asked_for = 3, set()
+
+    def unread(self, request):
+        return 1500 if not self.ready(request) else 1
+
+    def ready(self, request):
+        return request.id != 1 or self.chunks == 0
+
+    def catch_up(self, requests):
+        assert [request.id for request in requests] in ([], [1])
+        self.chunks -= len(requests)
+
+    def propose(self, requests, budget):
+        asked = {r.id for r, k in zip(requests, budget.max_drafts, strict=True) if k}
+        assert all(self.ready(r) for r in requests if r.id in asked)
+        self.asked_for |= asked
+        return super().propose(requests, budget)
+
+
+@pytest.mark.parametrize(("chance", "chunks"), [(0.9, 0), (0.0, 3)])
+def test_a_model_catches_up_where_it_would_be_worth_it(chance, chunks):
+    """It does not draft before; nobody reads for a request that others serve better."""
+    world = World(2, lambda rows: 0.1, 0.01 if chance else 0.2)
+    model = Behind("model", chance, passes=world.draft_passes)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.1)}, model, clock=world.clock)
+    drafter.cost.draft.observe(2, world.draft)
+    world.run(drafter, 40)
+    assert model.chunks == chunks
+    assert (1 in model.asked_for) == (chunks == 0)
 
 
 def test_plain_decoding_is_measured_again_where_little_is_won():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.core import ROOT, Budget, KeyedCoins, Outcome, Request, SamplingParams
-from outrider.drafters import ModelDrafter
+from outrider.drafters import GuardedDrafter, ModelDrafter
 
 V = 16
 
@@ -22,22 +22,30 @@ class Sequence:
 class Counting:
     """Says that n + 1 follows n, n + 2 is the next best, and how sure it is of each."""
 
-    vocab_size, max_length = V, 1000
+    vocab_size, max_length = V, 100_000
+    max_unread, max_catch_up = 8, 512
 
     def __init__(self, first=0.7, second=0.2):
         self.passes, self.law = 0, (first, second)
+        self.read, self.caught_up = [], []  # tokens of each pass
 
     def open(self, request):
         return Sequence()
 
     def extend(self, segments):
         self.passes += 1
+        self.read.append(sum(len(tokens) for _, tokens in segments))
         logits = torch.full((len(segments), V), -20.0)
         for row, (sequence, tokens) in zip(logits, segments, strict=True):
             sequence.length += len(tokens)
             for ahead, chance in enumerate(self.law, 1):
                 row[(tokens[-1] + ahead) % V] = math.log(chance)
         return logits
+
+    def catch_up(self, segments):
+        self.caught_up.append(sum(len(tokens) for _, tokens in segments))
+        for sequence, tokens in segments:
+            sequence.length += len(tokens)
 
     def truncate(self, sequence, length):
         sequence.length = min(sequence.length, length)
@@ -46,9 +54,26 @@ class Counting:
         pass
 
 
-def drafter(*prompts, **options):
+class Keeping(Counting):
+    """Keeps what it has read of a request, as a host does whose slots are the target's."""
+
+    def __init__(self, prefilled=0):
+        super().__init__()
+        self.kept, self.prefilled, self.fault = {}, prefilled, None
+
+    def open(self, request):
+        return self.kept.setdefault(request.id, Sequence(self.prefilled))
+
+    def extend(self, segments):
+        logits = super().extend(segments)
+        if self.fault == len(self.read):
+            raise RuntimeError("no room")
+        return logits
+
+
+def drafter(*prompts, model=None, **options):
     """A drafter that knows requests with these prompts, its model, and the requests."""
-    model = Counting()
+    model = model or Counting()
     found = ModelDrafter(model, V, min_survival=0.0, **options)
     requests = [
         Request(id=i, prompt=prompt, sampling=SamplingParams(), seed=i)
@@ -107,3 +132,74 @@ def test_a_sibling_that_was_kept_is_read_next():
     state = found._states[0]
     assert state.sequence.length == 2  # the prompt and 4
     assert found._unread(requests[0], type(state)(state.sequence)) == [6, 7]
+
+
+LONG = (3,) * 32_000
+
+
+def step(drafter, requests, most=4):
+    """Let one step propose, and emit one token that nobody drafted."""
+    proposal = drafter.propose(requests, budget(*[most] * len(requests), trees=False))
+    pairs = zip(requests, proposal.num_drafts, strict=True)
+    kept = [Outcome(request, (1,), (0,), k, 0, None) for request, k in pairs]
+    drafter.observe(kept)
+    for outcome in kept:
+        outcome.apply()
+    return proposal.num_drafts
+
+
+def test_after_a_fault_only_what_is_new_is_read():
+    """8 requests of 32,000 tokens: a pass that read them anew would have 256,008 rows."""
+    model = Keeping(prefilled=len(LONG) - 1)
+    inner, _, requests = drafter(*[LONG] * 8, model=model)
+    guarded = GuardedDrafter(inner, V)
+    guarded.start(requests)
+    model.fault = 3
+    drafted = [step(guarded, requests) for _ in range(6)]
+    assert [sum(k) > 0 for k in drafted] == [False, False, True, True, True, True]
+    assert guarded.fallbacks == {"error": 8, "resting": 8}
+    assert max(model.read) <= 3 * 8
+    assert not model.caught_up
+    # what was drafted before the fault was not taken for text
+    assert all(s.length <= r.length for r, s in zip(requests, model.kept.values(), strict=True))
+
+
+def test_what_was_drafted_before_a_fault_is_forgotten():
+    model = Keeping()
+    found, _, requests = drafter((3,), model=model)
+    found.propose(requests, budget(4))
+    assert model.kept[0].length == 4  # the prompt and three drafts
+    found.stop(requests)
+    assert model.kept[0].length == 1
+
+
+def test_unread_requests_are_caught_up_in_bounded_passes():
+    """A request has drafts when it is caught up, and those that are ready have them at once."""
+    model = Counting()
+    found, _, requests = drafter((3,) * 700, (3,) * 700, (3,), model=model)
+    drafted = [step(found, requests, most=2) for _ in range(4)]
+    assert [[k > 0 for k in step] for step in drafted] == [
+        [False, False, True],
+        [True, False, True],
+        [True, True, True],
+        [True, True, True],
+    ]
+    assert model.caught_up == [512, 512, 377]
+    assert max(model.read) <= 3 * model.max_unread
+    assert found.waited == 2 + 1
+
+
+def test_requests_without_drafts_are_not_caught_up():
+    model = Counting()
+    found, _, requests = drafter((3,) * 700, (3,), model=model)
+    found.propose(requests, budget(0, 2))
+    assert not model.caught_up
+    assert found.waited == 0
+
+
+def test_requests_that_the_model_cannot_read_do_not_stop_the_others():
+    model = Counting()
+    model.max_length = 800
+    found, _, requests = drafter((3,) * 801, (V,) * 20, (3,) * 20, model=model)
+    assert [k > 0 for k in step(found, requests)] == [False, False, True]
+    assert model.caught_up == [19]

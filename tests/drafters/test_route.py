@@ -94,9 +94,13 @@ def test_drafters_by_name():
 def test_logits_that_are_not_numbers_are_a_fault():
     class Broken:
         vocab_size, max_length = 10, 100
+        max_unread = max_catch_up = 100
 
         def open(self, request):
             return type("Sequence", (), {"length": 0})()
+
+        def truncate(self, sequence, length):
+            pass
 
         def extend(self, segments):
             return torch.full((len(segments), 10), math.nan)

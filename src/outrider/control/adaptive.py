@@ -79,6 +79,14 @@ class PassingDrafter(Drafter, Protocol):
         """Return how many tokens of a request the next pass will read."""
         ...
 
+    def ready(self, request: Request) -> bool:
+        """Say whether the next pass can draft for a request, or it must be caught up first."""
+        ...
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Read a part of what is unread of requests that are not ready."""
+        ...
+
 
 @dataclass
 class _Plan:
@@ -319,6 +327,14 @@ class AdaptiveDrafter:
             chances.append(mine.of(1.0))
             hopes.append(mine.hope(1.0, idle))
         unread = [self._model.unread(request) for request in requests]
+        ready = [self._model.ready(request) for request in requests]
+        if not all(ready):
+            # reading costs once and serves all later steps: it is not held against this one
+            ones = [1] * len(requests)
+            wanted = self._best_users(hopes, without.goodput, budget, plans, ones, seconds)[1]
+            self._model.catch_up([requests[r] for r in sorted(wanted) if not ready[r]])
+            most = tuple(k if ok else 0 for k, ok in zip(budget.max_drafts, ready, strict=True))
+            budget = replace(budget, max_drafts=most)
         given = budget, plans, unread, seconds
         expected, users = self._best_users(chances, without.goodput, *given)
         if len(users) < len(requests):

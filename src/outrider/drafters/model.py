@@ -51,10 +51,14 @@ class DraftModel(Protocol[S]):
 
     vocab_size: it reads ids below this
     max_length: the longest sequence it can read
+    max_unread: the most tokens of a sequence that `extend` should be given at once
+    max_catch_up: the most tokens, of all sequences together, that `catch_up` should be given
     """
 
     vocab_size: int
     max_length: int
+    max_unread: int
+    max_catch_up: int
 
     def open(self, request: Request) -> S:
         """Return the request's sequence. Some of its tokens may be cached already."""
@@ -64,12 +68,16 @@ class DraftModel(Protocol[S]):
         """Append tokens to sequences. Return the logits after the last token of each, [B, V]."""
         ...
 
+    def catch_up(self, segments: Sequence[tuple[S, Sequence[int]]]) -> None:
+        """Append tokens to sequences. Nobody draws from their logits."""
+        ...
+
     def truncate(self, sequence: S, length: int) -> None:
         """Forget the tokens beyond this length."""
         ...
 
     def close(self, sequence: S) -> None:
-        """Give a sequence's cache back."""
+        """Give a sequence's cache back. A host that keeps it may return it to `open` later."""
         ...
 
 
@@ -103,6 +111,13 @@ class ModelDrafter(Generic[S]):
         accepted, by the draft model's own estimate, falls below this
     siblings: how many of the next best tokens to offer beside each draft, where the host verifies
         trees, the rule is `match`, and the budget has room
+
+    A request with many unread tokens (after a fault, after steps without the model, or because its
+    prompt was not read) is *caught up* first: each step reads a bounded number of them, and it has
+    no drafts until few are left.
+
+    waited: requests that had no drafts in a step because they were being caught up, counted
+        once a step
     """
 
     name = "model"
@@ -119,19 +134,26 @@ class ModelDrafter(Generic[S]):
         self._min_survival = min_survival
         self._siblings = siblings
         self._states: dict[int, _State[S]] = {}
+        self.waited = 0
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Open a sequence for each request; what is not cached is read with the first proposal."""
+        """Open a sequence for each request; what is not cached is read with the first proposals."""
         for request in requests:
-            self._states[request.id] = _State(self._model.open(request))
+            state = self._states[request.id] = _State(self._model.open(request))
+            # drafting goes on from the logits of the last token, so it is always read anew
+            self._model.truncate(state.sequence, request.length - 1)
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Draft token by token, one pass of the draft model for all requests that still want one.
 
-        The first pass also reads what the draft model has not seen yet.
+        The first pass also reads the few tokens that the draft model has not seen yet. Requests
+        with more of them are caught up before it.
         """
         for request in requests:
             self._states[request.id].clear()
+        self.catch_up([r for r, k in zip(requests, budget.max_drafts, strict=True) if k])
+        pairs = zip(requests, budget.max_drafts, strict=True)
+        budget = replace(budget, max_drafts=tuple(k if self.ready(r) else 0 for r, k in pairs))
         while eager := self._eager(requests, budget):
             logits = self._model.extend([(s.sequence, self._unread(r, s)) for r, s in eager])
             self._draw(eager, self._fit(logits), budget)
@@ -155,10 +177,35 @@ class ModelDrafter(Generic[S]):
         """Return how many tokens of a request the next pass will read: the last one at least."""
         return max(1, request.length - self._states[request.id].sequence.length)
 
+    def ready(self, request: Request) -> bool:
+        """Say whether the next pass can draft for a request: only few of its tokens are unread."""
+        return self.unread(request) <= self._model.max_unread
+
+    def catch_up(self, requests: Sequence[Request]) -> None:
+        """Read some of the unread tokens of those requests that are not ready, in one pass.
+
+        The first of them are served first: they have drafts again the soonest.
+        """
+        segments: list[tuple[S, list[int]]] = []
+        left = self._model.max_catch_up
+        behind = [request for request in requests if not self.ready(request)]
+        for request in behind:
+            if not left or request.length > self._model.max_length:
+                continue
+            sequence = self._states[request.id].sequence
+            tokens = request.tokens_from(sequence.length)[:-1][:left]
+            if max(tokens) < self._model.vocab_size:
+                segments.append((sequence, tokens))
+                left -= len(tokens)
+        if segments:
+            self._model.catch_up(segments)
+        self.waited += sum(not self.ready(request) for request in behind)
+
     def stop(self, requests: Sequence[Request]) -> None:
-        """Give the requests' sequences back."""
+        """Give the requests' sequences back, without what was drafted and not verified."""
         for request in requests:
             if state := self._states.pop(request.id, None):
+                self._model.truncate(state.sequence, request.length)
                 self._model.close(state.sequence)
 
     def _eager(

@@ -147,3 +147,45 @@ def test_broken_draft_model(fault, launch, model_dir, plain):
         assert counted(metrics, f'reason="{reason}"') > 0
         assert metrics["outrider:accepted_draft_tokens_total"] > 0
         server.settle_down()
+
+
+@pytest.mark.parametrize("fault", ["once", "prefill"])
+def test_no_pass_of_the_draft_model_reads_whole_contexts(fault, launch, model_dir, noisy, tmp_path):
+    """Six long contexts at once. After a fault what was read stays known.
+
+    Prompts that the draft model could not read are read in bounded chunks, beside the steps.
+    """
+    model, passes = model_dir("stories260k"), tmp_path / "passes"
+    flags = [*FLAGS, "--max-total-tokens", "4096"]
+    flags += ["--speculative-draft-model-path", str(noisy(model))]
+    texts = [f"{i}. " + workload.OPENINGS[i] * 8 for i in range(6)]
+    environment = {"OUTRIDER_TEST_FAULT": fault, "OUTRIDER_TEST_PASSES": str(passes)}
+    with launch(f"passes-{fault}", model, *flags, **environment) as server:
+
+        def ask(**wishes):
+            bodies = [body(text, tokens=64, drafter="model", **wishes) for text in texts]
+            return server.ask_all([("/generate", each) for each in bodies], 6)
+
+        plain = ask(max_drafts=0)
+        assert min(a["meta_info"]["prompt_tokens"] for a in plain) > 100
+        server.settle_down()  # flushes the cache: the prompts are read again
+        passes.write_text("")
+        answers = ask()
+        assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in plain]
+        prompts = sum(a["meta_info"]["prompt_tokens"] for a in answers)
+        assert prompts > 1000
+        assert all(a["meta_info"]["spec_accepted_drafts"] > 0 for a in answers)
+        metrics = server.metrics()
+        seen = [line.split() for line in passes.read_text().splitlines()]
+        rows = {mode: [int(n) for m, n in seen if m == mode] for mode in ("DECODE", "EXTEND")}
+        assert 0 < max(rows["DECODE"]) <= 6 * 8
+        if fault == "once":
+            assert counted(metrics, 'reason="error"') > 0
+            # the prompts once, and nothing again
+            assert sum(rows["EXTEND"]) <= prompts
+            assert counted(metrics, 'reason="catching_up"') == 0
+        else:
+            assert max(rows["EXTEND"]) <= 512
+            assert prompts - 6 <= sum(rows["EXTEND"]) <= prompts + 6 * 64
+            assert counted(metrics, 'reason="catching_up"') > 0
+        server.settle_down()

@@ -109,7 +109,9 @@ FIELDS: dict[str, str] = {
     "managers.schedule_batch.ModelWorkerBatch": (
         "forward_mode input_ids req_pool_indices seq_lens out_cache_loc seq_lens_cpu "
         "seq_lens_sum top_logprobs_nums token_ids_logprobs lora_ids sampling_info orig_seq_lens "
-        "spec_info reqs"
+        "spec_info reqs return_logprob capture_hidden_mode is_extend_in_batch all_extend_in_batch "
+        "extend_num_tokens extend_seq_lens extend_prefix_lens extend_logprob_start_lens "
+        "multimodal_inputs"
     ),
     "managers.tokenizer_manager.ReqState": "out_list obj",
     "managers.utils.GenerationBatchResult": (

@@ -33,6 +33,7 @@ class Drafters:
     guards: each of them, by name; a fault of one costs speed only
     model: the draft model, if there is one
     control: the drafter that chooses among the others, if requests may have it
+    models: the drafters that use it
     fallbacks: requests that went without drafts for reasons outside the drafters
     wants_calibration: whether control should be told first how long passes take
     """
@@ -41,6 +42,7 @@ class Drafters:
     guards: dict[str, GuardedDrafter]
     model: SglangDraftModel | None
     control: AdaptiveDrafter | None
+    models: Sequence[ModelDrafter[Any]] = ()
     fallbacks: Counter[str] = field(default_factory=Counter)
     wants_calibration: bool = False
 
@@ -59,10 +61,14 @@ class Drafters:
         """
         control: AdaptiveDrafter | None = None
         guards: dict[str, GuardedDrafter] = {}
+        models: list[ModelDrafter[Any]] = []
 
         def drafts(options: Mapping[str, Any]) -> ModelDrafter[Any] | None:
+            if model is None:
+                return None
             # it runs where the target runs, and would only be in its own way in a thread
-            return None if model is None else ModelDrafter(model, vocab_size, **options)
+            models.append(ModelDrafter(model, vocab_size, **options))
+            return models[-1]
 
         for name in names:
             options, timeout = dict(profile.drafters.get(name, {})), None
@@ -84,7 +90,8 @@ class Drafters:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
             guards[name] = GuardedDrafter(drafter, vocab_size, timeout)
         router = RoutedDrafter(guards, _chosen)
-        return Drafters(router, guards, model, control, wants_calibration=control is not None)
+        wants_calibration = control is not None
+        return Drafters(router, guards, model, control, models, wants_calibration=wants_calibration)
 
     def calibrate(self, rows: int, seconds: float, draft_seconds: float | None) -> None:
         """Tell control how long a pass of so many rows takes, of the target and the draft model."""
@@ -104,6 +111,8 @@ class Drafters:
         total = Counter(self.fallbacks)
         for guard in self.guards.values():
             total.update(guard.fallbacks)
+        if waited := sum(drafter.waited for drafter in self.models):
+            total["catching_up"] = waited
         return total
 
 

@@ -164,15 +164,18 @@ class OutriderWorker:
     def _prefill_draft(self, plain: Any) -> None:
         """Let the draft model read the prompts too, if it will draft for one of them."""
         model = self._drafters.model
-        if model is None or int(plain.seq_lens_cpu.max()) > model.max_length:
+        if model is None:
             return
         wishes = [self._roster.wishes(req) for req in plain.reqs]
-        if not any(wish.drafter in USES_MODEL and wish.max_drafts for wish in wishes):
+        wanted = any(wish.drafter in USES_MODEL and wish.max_drafts for wish in wishes)
+        if not wanted or int(plain.seq_lens_cpu.max()) > model.max_length:
+            model.skip(plain)
             return
         try:
             model.prefill(plain)
             model.seconds = 0.0
         except Exception as error:
+            model.skip(plain)
             self._drafters.fallbacks["prefill"] += len(plain.reqs)
             logger.warning("draft model: error in prefill: %s", error)
 

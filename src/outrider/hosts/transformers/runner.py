@@ -69,7 +69,14 @@ class Segment:
 
 
 class Runner:
-    """A model with a paged cache. `exactness="bitwise"` makes rows independent of their company."""
+    """A model with a paged cache. `exactness="bitwise"` makes rows independent of their company.
+
+    max_unread, max_catch_up: as in `DraftModel`. A pass computes few logits however long it is, so
+        these only bound its memory and how long the other requests wait for it.
+    """
+
+    max_unread = 1024
+    max_catch_up = 4096
 
     def __init__(self, model: PreTrainedModel, exactness: Exactness = "law") -> None:
         _check_model(model)
@@ -99,6 +106,10 @@ class Runner:
         for sequence, tokens in segments:
             sequence.length += len(tokens)
         return logits
+
+    def catch_up(self, segments: Sequence[tuple[CachedSequence, Sequence[int]]]) -> None:
+        """Append tokens to sequences."""
+        self.extend(segments)
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Forget the tokens beyond this length."""

@@ -88,8 +88,15 @@ class Floats(NgramDrafter):
 
 
 def register_faults():
-    """Break the draft model's forward pass as $OUTRIDER_TEST_FAULT says: "oom" or "nan"."""
-    fault = os.environ.get("OUTRIDER_TEST_FAULT")
+    """Break the draft model as $OUTRIDER_TEST_FAULT says.
+
+    "oom", "nan": a pass now and then
+    "once": the 20th pass
+    "prefill": every prefill, so that all that the draft model reads it has to read later
+
+    To the file $OUTRIDER_TEST_PASSES each pass appends its mode and its number of tokens.
+    """
+    fault, path = os.environ.get("OUTRIDER_TEST_FAULT"), os.environ.get("OUTRIDER_TEST_PASSES")
     if not fault:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -98,15 +105,24 @@ def register_faults():
 
     def forward(original, self, batch):
         call = next(calls)
+        if path:
+            with Path(path).open("a") as passes:
+                passes.write(f"{batch.forward_mode.name} {len(batch.input_ids)}\n")
         logits = original(self, batch)
-        if call % 7 == 3 and fault == "oom":
+        if (call % 7 == 3 and fault == "oom") or (call == 20 and fault == "once"):
             raise torch.OutOfMemoryError("no room for the draft model")
         if call % 7 == 3 and fault == "nan":
             logits.fill_(torch.nan)
         return logits
 
-    target = "outrider.hosts.sglang.draft_model.SglangDraftModel._forward"
-    HookRegistry.register(target, forward, HookType.AROUND)
+    def prefill(original, self, batch):
+        if fault == "prefill":
+            raise torch.OutOfMemoryError("no room for the draft model")
+        return original(self, batch)
+
+    model = "outrider.hosts.sglang.draft_model.SglangDraftModel"
+    HookRegistry.register(f"{model}._forward", forward, HookType.AROUND)
+    HookRegistry.register(f"{model}.prefill", prefill, HookType.AROUND)
 
 
 def register_rules():
