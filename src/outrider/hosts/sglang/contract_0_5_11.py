@@ -59,6 +59,7 @@ CALLS: dict[str, str] = {
         "self bs req_pool_indices seq_lens seq_lens_sum encoder_lens forward_mode spec_info "
         "seq_lens_cpu"
     ),
+    "distributed.parallel_state.GroupCoordinator.broadcast": "self input_ src",
     "layers.dp_attention.get_attention_tp_size": "",
     "layers.logits_processor.LogitsProcessor._compute_lm_head": (
         "self hidden_states lm_head embedding_bias"
@@ -160,6 +161,7 @@ ATTRIBUTES: dict[str, str] = {
     "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin": "server_args",
     "managers.tokenizer_manager.TokenizerManager": "rid_to_state server_args",
     "sampling.sampling_params.SamplingParams": "custom_params stop_strs stream_interval",
+    "distributed.parallel_state.GroupCoordinator": "rank_in_group world_size ranks cpu_group",
     "layers.linear.LinearBase": "quant_method",
     "layers.radix_attention.RadixAttention": (
         "tp_q_head_num qk_head_dim scaling layer_id logit_cap sliding_window_size attn_type "
