@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -203,3 +204,23 @@ def test_requests_that_the_model_cannot_read_do_not_stop_the_others():
     found, _, requests = drafter((3,) * 801, (V,) * 20, (3,) * 20, model=model)
     assert [k > 0 for k in step(found, requests)] == [False, False, True]
     assert model.caught_up == [19]
+
+
+class Later(torch.Tensor):
+    """Logits of a device that is not done yet: reading what was made of them takes a while."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.tolist:
+            time.sleep(0.02)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_pass_takes_until_its_drafts_are_read():
+    class Device(Counting):
+        def extend(self, segments):
+            return super().extend(segments).as_subclass(Later)
+
+    found, _, requests = drafter((3,), model=Device())
+    found.propose(requests, budget(3, trees=False))
+    assert found.seconds > 3 * 0.02

@@ -10,6 +10,7 @@ pass, which are often free, and no pass of the draft model: the tree is one long
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -116,6 +117,7 @@ class ModelDrafter(Generic[S]):
     prompt was not read) is *caught up* first: each step reads a bounded number of them, and it has
     no drafts until few are left.
 
+    seconds: time of the draft model's passes so far, from the launch until the drafts were read
     waited: requests that had no drafts in a step because they were being caught up, counted
         once a step
     """
@@ -134,6 +136,7 @@ class ModelDrafter(Generic[S]):
         self._min_survival = min_survival
         self._siblings = siblings
         self._states: dict[int, _State[S]] = {}
+        self.seconds = 0.0
         self.waited = 0
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -155,8 +158,12 @@ class ModelDrafter(Generic[S]):
         pairs = zip(requests, budget.max_drafts, strict=True)
         budget = replace(budget, max_drafts=tuple(k if self.ready(r) else 0 for r, k in pairs))
         while eager := self._eager(requests, budget):
-            logits = self._model.extend([(s.sequence, self._unread(r, s)) for r, s in eager])
+            segments = [(s.sequence, self._unread(r, s)) for r, s in eager]
+            started = time.perf_counter()
+            logits = self._model.extend(segments)
+            # on a GPU that was the launch alone: reading the drafts waits for the pass
             self._draw(eager, self._fit(logits), budget)
+            self.seconds += time.perf_counter() - started
         states = [self._states[request.id] for request in requests]
         return Proposal.of(
             [self._draft(s, k, budget) for s, k in zip(states, budget.max_drafts, strict=True)]

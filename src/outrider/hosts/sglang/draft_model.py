@@ -9,7 +9,6 @@ written (its request had opted out, or drafting was at rest) makes poor drafts, 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,7 +44,6 @@ class SglangDraftModel:
     max_rows: at most so many rows in one pass
     max_unread, max_catch_up: as in `DraftModel`; a decode row computes all logits, so `extend` is
         for few tokens only
-    seconds: time spent in forward passes so far
     """
 
     max_unread = 8
@@ -58,7 +56,6 @@ class SglangDraftModel:
         self._max_rows = max_rows
         self._sequences: WeakKeyDictionary[Any, DraftSequence] = WeakKeyDictionary()
         self._batch: Any = None
-        self.seconds = 0.0
 
     def bind(self, batch: Any) -> None:
         """Take the host's batch whose requests will be drafted for next."""
@@ -178,18 +175,14 @@ class SglangDraftModel:
         slots: Tensor = self._runner.req_to_token_pool.req_to_token[line, position]
         return slots.long()
 
-    def run(self, batch: Any) -> None:
-        """Run the host's batch for nothing but the time it takes, which is not counted."""
-        self._forward(batch)
-        self.seconds = 0.0
+    def run(self, batch: Any) -> Tensor:
+        """Run the host's batch for nothing but the time it takes. Return its logits."""
+        return self._forward(batch)
 
     def _forward(self, batch: Any) -> Tensor:
         batch = dataclasses.replace(
             batch, spec_info=None, return_logprob=False, capture_hidden_mode=CaptureHiddenMode.NULL
         )
-        started = time.perf_counter()
         forward = ForwardBatch.init_new(batch, self._runner)
-        output = self._runner.forward(forward).logits_output
-        self.seconds += time.perf_counter() - started
-        logits: Tensor = output.next_token_logits
+        logits: Tensor = self._runner.forward(forward).logits_output.next_token_logits
         return logits

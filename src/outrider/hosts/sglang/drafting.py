@@ -22,6 +22,7 @@ from outrider.drafters import (
 from outrider.hosts.sglang.draft_model import SglangDraftModel
 from outrider.hosts.sglang.draft_weights import quantize
 from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
+from outrider.hosts.sglang.ranks import Ranks
 from outrider.hosts.tokenizers import check_same_tokens
 
 
@@ -33,6 +34,7 @@ class Drafters:
     guards: each of them, by name; a fault of one costs speed only
     model: the draft model, if there is one
     control: the drafter that chooses among the others, if requests may have it
+    ranks: those that run the models
     models: the drafters that use it
     fallbacks: requests that went without drafts for reasons outside the drafters
     wants_calibration: whether control should be told first how long passes take
@@ -42,6 +44,7 @@ class Drafters:
     guards: dict[str, GuardedDrafter]
     model: SglangDraftModel | None
     control: AdaptiveDrafter | None
+    ranks: Ranks
     models: Sequence[ModelDrafter[Any]] = ()
     fallbacks: Counter[str] = field(default_factory=Counter)
     wants_calibration: bool = False
@@ -52,6 +55,7 @@ class Drafters:
         names: list[str],
         vocab_size: int,
         model: SglangDraftModel | None,
+        ranks: Ranks,
         clock: Callable[[], float] = time.perf_counter,
         knots: Sequence[int] = (),
     ) -> Drafters:
@@ -90,8 +94,9 @@ class Drafters:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
             guards[name] = GuardedDrafter(drafter, vocab_size, timeout)
         router = RoutedDrafter(guards, _chosen)
-        wants_calibration = control is not None
-        return Drafters(router, guards, model, control, models, wants_calibration=wants_calibration)
+        found = Drafters(router, guards, model, control, ranks, models)
+        found.wants_calibration = control is not None
+        return found
 
     def calibrate(self, rows: int, seconds: float, draft_seconds: float | None) -> None:
         """Tell control how long a pass of so many rows takes, of the target and the draft model."""
@@ -99,6 +104,13 @@ class Drafters:
         self.control.cost.observe(rows, 0, seconds)
         if draft_seconds is not None:
             self.control.cost.draft.observe(rows, draft_seconds)
+
+    def take_draft_seconds(self) -> float:
+        """Return the time of the draft model's passes since this was last asked."""
+        seconds = sum(drafter.seconds for drafter in self.models)
+        for drafter in self.models:
+            drafter.seconds = 0.0
+        return seconds
 
     def who(self, request: Any) -> str:
         """Return who drafted for a request in the last step."""

@@ -28,24 +28,20 @@ from outrider.core import (
     settle,
 )
 from outrider.hosts.sglang.attention import OutriderAttention
+from outrider.hosts.sglang.calibration import calibrate
 from outrider.hosts.sglang.drafting import Drafters, make_draft_model
 from outrider.hosts.sglang.explain import step_record
 from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.profile import USES_MODEL, load_profile
+from outrider.hosts.sglang.ranks import Ranks
 from outrider.hosts.sglang.roster import LiveRequest, Roster
 from outrider.hosts.sglang.row_limits import share_rows
-from outrider.hosts.sglang.rows import Block, Penalties, decode_rows, sample, verify_batch
+from outrider.hosts.sglang.rows import Block, Penalties, sample, verify_batch
 from outrider.hosts.sglang.tracing import StepClock, Tracer
 from outrider.kernels.sample_match import DeviceCoins
 
 logger = logging.getLogger(__name__)
-
-CALIBRATE = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of rows whose passes are timed before control begins..."""
-
-LONGEST_CALIBRATION = 8.0
-"""...as far as these seconds go."""
 
 _TOP_LOGPROBS = ("top_logprobs_val", "top_logprobs_idx")
 _ID_LOGPROBS = ("token_ids_logprobs_val", "token_ids_logprobs_idx")
@@ -92,6 +88,7 @@ class OutriderWorker:
         self.model_config = target_worker.model_config
         self._tp_rank = tp_rank
         self._group = target_worker.world_group
+        self._ranks = Ranks(target_worker.world_group)
         runner = self.model_runner
         self._logits = self.model_config.vocab_size, self.model_config.dtype.itemsize
         self._max_rows = min(_max_rows(runner), max_rows(*self._logits))
@@ -114,7 +111,13 @@ class OutriderWorker:
         names, default = profile.names(bool(model)), profile.default_drafter(bool(model))
         vocab_size = self.model_config.vocab_size
         self._drafters = Drafters.make(
-            profile, names, vocab_size, model, clock=self._clock(), knots=_graph_sizes(runner)
+            profile,
+            names,
+            vocab_size,
+            model,
+            self._ranks,
+            clock=self._clock(),
+            knots=_graph_sizes(runner),
         )
         self._roster = Roster(self._drafters, names, default, server_args, profile.max_drafts)
         self._penalties = Penalties()
@@ -173,7 +176,6 @@ class OutriderWorker:
             return
         try:
             model.prefill(plain)
-            model.seconds = 0.0
         except Exception as error:
             model.skip(plain)
             self._drafters.fallbacks["prefill"] += len(plain.reqs)
@@ -229,9 +231,7 @@ class OutriderWorker:
 
     def _charge_draft(self, clock: StepClock) -> None:
         """Charge a proposal's time to the draft model's passes and to what is around them."""
-        model, passes = self._drafters.model, 0.0
-        if model is not None:
-            passes, model.seconds = model.seconds, 0.0
+        if passes := self._drafters.take_draft_seconds():
             clock.parts["draft_forward"] += passes
         clock.lap("draft", less=passes)
 
@@ -293,39 +293,8 @@ class OutriderWorker:
         return lambda: float(self._of_rank_0([time.perf_counter()])[0])
 
     def _calibrate(self, batch: Any, plain: Any) -> None:
-        """Time passes of several sizes, so that control need not begin by guessing.
-
-        Their rows are copies of the first request's next one, and go to slots of their own.
-        """
-        drafters, pool = self._drafters, batch.token_to_kv_pool_allocator
-        drafters.wants_calibration = False
-        now, line, length = self._clock(), batch.req_pool_indices[:1], int(batch.seq_lens_cpu[0])
-        started = now()
-        most = min(CALIBRATE[-1], pool.available_size(), self._max_rows)
-        slots = pool.alloc(most)
-        if slots is None:
-            return
-        try:
-            for count in (1, *(n for n in CALIBRATE if n <= most)):  # the first warms up
-                if now() - started > LONGEST_CALIBRATION:
-                    break
-                tokens, positions = [batch.reqs[0].output_ids[-1]] * count, [length] * count
-                few = decode_rows(plain, tokens, line.expand(count), positions, slots[:count])
-                few.reqs = plain.reqs[:1] * count
-                before = now()
-                self.target_worker.forward_batch_generation(few, is_verify=True)
-                seconds = now() - before
-                drafted = None
-                if drafters.model is not None:
-                    before = now()
-                    drafters.model.run(few)
-                    drafted = now() - before
-                drafters.calibrate(count, seconds, drafted)
-        except Exception as error:
-            logger.warning("calibration failed, control begins with nothing: %s", error)
-        finally:
-            pool.free(slots)
-        logger.info("calibration took %.1f s", now() - started)
+        """Time passes of several sizes, so that control need not begin by guessing."""
+        calibrate(batch, plain, self.target_worker, self._drafters, self._max_rows)
 
     def _keep(self, request: LiveRequest, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Emit tokens one by one, as plain decoding does, until the host ends the request."""
