@@ -5,8 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from outrider.hosts.sglang.draft_model import SglangDraftModel
+from outrider.hosts.sglang.ranks import Message
 
 
 class Req:
@@ -68,3 +70,67 @@ def test_a_request_on_another_row_of_the_table_is_unread(model):
     model.prefill(batch((req, 0, 300)))
     req.req_pool_idx = 5
     assert cached(model, req) == 0
+
+
+class Told:
+    """Ranks of which this is the first; keeps what it tells the others."""
+
+    def __init__(self):
+        self.told = []
+
+    def tell(self, message, *lists):
+        self.told.append((message, *lists))
+
+
+@pytest.fixture
+def leader(model, monkeypatch):
+    """A draft model of rank 0, a request's sequence, and what the other ranks were told."""
+    monkeypatch.setattr(
+        SglangDraftModel, "_forward", lambda self, batch: torch.zeros(len(batch[0]), 32)
+    )
+    monkeypatch.setattr(SglangDraftModel, "_decode", lambda self, *lists: lists)
+    monkeypatch.setattr(SglangDraftModel, "_prefill", lambda self, *lists: lists)
+    model._ranks = Told()
+    req = Req(4)
+    model._note_prefill(batch((req, 0, 30)), is_read=True)
+    model.bind(None)
+    return model, model.open(SimpleNamespace(req=req)), model._ranks.told
+
+
+def test_other_ranks_are_told_of_each_pass(leader):
+    model, sequence, told = leader
+    model.catch_up([(sequence, [7, 8, 9])])
+    model.extend([(sequence, [5, 6])])
+    assert told == [
+        (Message.EXTEND, [4], [30], [3], [7, 8, 9]),
+        (Message.DECODE, [5, 6], [4, 4], [33, 34]),
+    ]
+    assert model.has_run
+    assert sequence.length == 35
+
+
+def test_they_are_not_told_of_a_pass_that_was_never_begun(leader, monkeypatch):
+    model, sequence, told = leader
+
+    def fail(self, *lists):
+        raise torch.OutOfMemoryError("no room for the rows")
+
+    monkeypatch.setattr(SglangDraftModel, "_decode", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model.extend([(sequence, [5])])
+    assert not told
+    assert not model.has_run
+
+
+def test_what_failed_elsewhere_was_not_read_and_is_a_fault_once(leader):
+    model, sequence, told = leader
+    model.extend([(sequence, [5])])
+    model.extend([(sequence, [6])])
+    model.undo("rank 1 failed")
+    assert sequence.length == 30
+    model.bind(None)
+    with pytest.raises(RuntimeError, match="rank 1"):
+        model.extend([(sequence, [5])])
+    assert len(told) == 2
+    model.extend([(sequence, [5])])
+    assert sequence.length == 31

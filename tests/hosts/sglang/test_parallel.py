@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import parity
 import pytest
 import workload
@@ -49,3 +51,38 @@ def test_two_ranks(kind, launch, model_dir, noisy, tmp_path):
             ranks = {a["meta_info"]["dp_rank"] for a in answers}
             assert ranks == {0, 1}
         server.settle_down()
+
+
+@pytest.mark.parametrize("what", ["raising", "perturbed"])
+def test_rank_1_alone_misbehaves(what, launch, model_dir, noisy, tmp_path):
+    """Its passes of the draft model raise, or its sampler emits other tokens: nobody hangs."""
+    model = model_dir("stories260k")
+    flags, environment = PARALLEL["tp"]
+    path = tmp_path / "profile.yaml"
+    path.write_text(json.dumps({"drafter": "adaptive"}))
+    environment = environment | {"OUTRIDER_CONFIG": str(path)}
+    flags = [*FLAGS, *flags, "--speculative-draft-model-path", str(noisy(model))]
+
+    def ask(server, **wishes):
+        params = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+        params["custom_params"] = {"outrider": wishes}
+        bodies = [{"text": text, "sampling_params": params} for text in workload.OPENINGS]
+        answers = server.ask_all([("/generate", body) for body in bodies], 6)
+        accepted = sum(answer["meta_info"]["spec_accepted_drafts"] for answer in answers)
+        return [answer["output_ids"] for answer in answers], accepted
+
+    with launch(f"tp-{what}", model, *flags, **environment, OUTRIDER_TEST_RANK_1=what) as server:
+        asked = [ask(server, drafter=drafter) for drafter in ("adaptive", "model", "model")]
+        server.settle_down()
+        log = server.log.read_text()
+        metrics = server.metrics()
+    with launch(f"tp-{what}-plain", model, *flags, **environment) as server:
+        plain, _ = ask(server, max_drafts=0)
+    assert [ids for ids, _ in asked] == [plain] * 3
+    assert asked[-1][1] > 0
+    if what == "raising":
+        for place in ("passes", "prefills", "run"):
+            assert f"{place} of rank 1" in log
+        for reason in ("prefill", "error"):
+            found = [v for k, v in metrics.items() if f'reason="{reason}"' in k]
+            assert sum(found) > 0, reason

@@ -101,7 +101,6 @@ CALLS: dict[str, str] = {
     "sampling.sampling_batch_info.SamplingBatchInfo.filter_batch": (
         "self keep_indices keep_indices_device"
     ),
-    "utils.common.broadcast_pyobj": "data rank dist_group src force_cpu_device",
     "utils.common.is_hip": "",
 }
 """What we call, with its parameters."""

@@ -23,6 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 from torch import Tensor
 
 from outrider.core import Request
+from outrider.hosts.sglang.ranks import Message, Ranks
 from outrider.hosts.sglang.rows import decode_rows
 
 
@@ -41,25 +42,39 @@ class SglangDraftModel:
     drafter is told to forget it (after a fault). The slots of a request change only with its
     prefill, which passes here too, read or skipped.
 
+    With tensor parallelism, rank 0 tells the others of each pass, who `follow`.
+
     max_rows: at most so many rows in one pass
     max_unread, max_catch_up: as in `DraftModel`; a decode row computes all logits, so `extend` is
         for few tokens only
+    has_run: whether the other ranks were told of a pass since `bind`
     """
 
     max_unread = 8
     max_catch_up = 512
 
-    def __init__(self, worker: TpModelWorker, max_rows: int) -> None:
+    def __init__(self, worker: TpModelWorker, max_rows: int, ranks: Ranks | None = None) -> None:
         self.vocab_size: int = worker.model_config.vocab_size
         self.max_length: int = worker.model_config.context_len
         self._runner = worker.model_runner
         self._max_rows = max_rows
         self._sequences: WeakKeyDictionary[Any, DraftSequence] = WeakKeyDictionary()
+        self._ranks = ranks or Ranks()
         self._batch: Any = None
+        self._lengths: list[tuple[DraftSequence, int]] = []
+        self._fault: str | None = None
+        self.has_run = False
 
     def bind(self, batch: Any) -> None:
         """Take the host's batch whose requests will be drafted for next."""
         self._batch = batch
+        self._lengths, self.has_run = [], False
+
+    def undo(self, fault: str) -> None:
+        """Forget what was read since `bind`, and raise when asked next: other ranks failed."""
+        for sequence, length in reversed(self._lengths):
+            sequence.length = length
+        self._fault = fault
 
     def prefill(self, batch: Any) -> None:
         """Read the tokens of the host's prefill batch."""
@@ -105,10 +120,11 @@ class SglangDraftModel:
             lines += [sequence.req_pool_idx] * len(new)
             positions += range(sequence.length, sequence.length + len(new))
             ends.append(len(tokens) - 1)
+        self._begin(segments)
         logits = []
         for start in range(0, len(tokens), self._max_rows):
             rows = slice(start, start + self._max_rows)
-            found = self._rows(tokens[rows], lines[rows], positions[rows])
+            found = self._run(Message.DECODE, tokens[rows], lines[rows], positions[rows])
             wanted = [end - start for end in ends if start <= end < start + self._max_rows]
             # the next pass may overwrite them: all captured graphs share one buffer for logits
             is_last = start + self._max_rows >= len(tokens)
@@ -119,8 +135,14 @@ class SglangDraftModel:
 
     def catch_up(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> None:
         """Append tokens to sequences, as a prefill batch: logits of each last token only."""
-        indices = torch.tensor([s.req_pool_idx for s, _ in segments], device=self._runner.device)
-        self._forward(self._prefill_batch(indices, segments))
+        self._begin(segments)
+        self._run(
+            Message.EXTEND,
+            [sequence.req_pool_idx for sequence, _ in segments],
+            [sequence.length for sequence, _ in segments],
+            [len(new) for _, new in segments],
+            [token for _, new in segments for token in new],
+        )
         for sequence, new in segments:
             sequence.length += len(new)
 
@@ -131,39 +153,58 @@ class SglangDraftModel:
     def close(self, sequence: DraftSequence) -> None:
         """Do nothing: the slots are the target's, and what is in them stays known."""
 
-    def _rows(self, tokens: list[int], lines: list[int], positions: list[int]) -> Tensor:
-        line = torch.tensor(lines, device=self._runner.device)
-        position = torch.tensor(positions, device=self._runner.device)
-        slots = self._slots(line, position)
-        return self._forward(decode_rows(self._batch, tokens, line, positions, slots))
+    def _begin(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> None:
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise RuntimeError(fault)
+        self._lengths += [(sequence, sequence.length) for sequence, _ in segments]
 
-    def _prefill_batch(
-        self, indices: Tensor, segments: Sequence[tuple[DraftSequence, Sequence[int]]]
+    def _run(self, message: Message, *lists: list[int]) -> Tensor:
+        """Make a pass, on all ranks. What can fail before it fails before the others are told."""
+        batch = self._pass(message, *lists)
+        self._ranks.tell(message, *lists)
+        self.has_run = True
+        return self._forward(batch)
+
+    def follow(self, message: Message, *lists: list[int]) -> None:
+        """Make a pass that rank 0 has told of."""
+        self._forward(self._pass(message, *lists))
+
+    def _pass(self, message: Message, *lists: list[int]) -> Any:
+        """Return the host's batch for a pass."""
+        return (self._prefill if message is Message.EXTEND else self._decode)(*lists)
+
+    def _decode(self, tokens: list[int], indices: list[int], positions: list[int]) -> Any:
+        """Return the host's decode batch: a row for each token."""
+        index = torch.tensor(indices, device=self._runner.device)
+        slots = self._slots(index, torch.tensor(positions, device=index.device))
+        return decode_rows(self._batch, tokens, index, positions, slots)
+
+    def _prefill(
+        self, indices: list[int], prefixes: list[int], counts: list[int], tokens: list[int]
     ) -> Any:
-        """Return the host's prefill batch over these tokens.
-
-        indices: [B] the sequences' req_pool_index
-        """
-        prefixes = [sequence.length for sequence, _ in segments]
-        counts = [len(new) for _, new in segments]
-        positions = [p for s, new in segments for p in range(s.length, s.length + len(new))]
-        owners = torch.arange(len(segments)).repeat_interleave(torch.tensor(counts))
-        line = indices[owners.to(indices.device)]
+        """Return the host's prefill batch: some tokens of each request, behind a prefix."""
+        index = torch.tensor(indices, device=self._runner.device)
+        owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        positions = [
+            p for start, n in zip(prefixes, counts, strict=True) for p in range(start, start + n)
+        ]
+        position = torch.tensor(positions, device=index.device)
         seq_lens_cpu = torch.tensor(prefixes) + torch.tensor(counts)
-        seq_lens = seq_lens_cpu.to(indices.device, non_blocking=True)
+        seq_lens = seq_lens_cpu.to(index.device, non_blocking=True)
         return dataclasses.replace(
             self._batch,
             forward_mode=ForwardMode.EXTEND,
-            input_ids=torch.tensor([t for _, new in segments for t in new], device=line.device),
-            req_pool_indices=indices,
+            input_ids=torch.tensor(tokens, device=index.device),
+            req_pool_indices=index,
             seq_lens=seq_lens,
             seq_lens_cpu=seq_lens_cpu,
             seq_lens_sum=int(seq_lens_cpu.sum()),
             orig_seq_lens=seq_lens.to(torch.int32),
-            out_cache_loc=self._slots(line, torch.tensor(positions, device=line.device)),
+            out_cache_loc=self._slots(index[owners.to(index.device)], position),
             is_extend_in_batch=True,
             all_extend_in_batch=True,
-            extend_num_tokens=len(positions),
+            extend_num_tokens=len(tokens),
             extend_seq_lens=counts,
             extend_prefix_lens=prefixes,
             extend_logprob_start_lens=None,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,25 +12,35 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from outrider.control import AdaptiveDrafter, TieredDrafter, adaptive_drafter
-from outrider.core import Drafter, Unsupported
+from outrider.core import (
+    Budget,
+    Drafter,
+    Law,
+    Proposal,
+    Request,
+    Unsupported,
+)
 from outrider.drafters import (
     GuardedDrafter,
     ModelDrafter,
+    NoDrafter,
     RoutedDrafter,
     make_drafter,
 )
 from outrider.hosts.sglang.draft_model import SglangDraftModel
 from outrider.hosts.sglang.draft_weights import quantize
 from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
-from outrider.hosts.sglang.ranks import Ranks
+from outrider.hosts.sglang.ranks import Message, Ranks
 from outrider.hosts.tokenizers import check_same_tokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Drafters:
     """The server's drafters.
 
-    router: sends each request to the one it chose
+    router: sends each request to the one it chose; on ranks other than 0 it knows none of them
     guards: each of them, by name; a fault of one costs speed only
     model: the draft model, if there is one
     control: the drafter that chooses among the others, if requests may have it
@@ -55,13 +65,13 @@ class Drafters:
         names: list[str],
         vocab_size: int,
         model: SglangDraftModel | None,
-        ranks: Ranks,
-        clock: Callable[[], float] = time.perf_counter,
+        ranks: Ranks | None = None,
         knots: Sequence[int] = (),
     ) -> Drafters:
         """Make the drafters of these names, with the profile's options.
 
-        clock, knots: for control: seconds, the same on all ranks; sizes of captured graphs
+        ranks: those that run the models; None if there is only one
+        knots: for control: sizes of captured graphs
         """
         control: AdaptiveDrafter | None = None
         guards: dict[str, GuardedDrafter] = {}
@@ -83,7 +93,7 @@ class Drafters:
                     # how far to go is for control to say
                     mine = drafts({"min_survival": 0.0, "siblings": 1})
                     drafter: Drafter
-                    drafter = control = adaptive_drafter(mine, clock=clock, **options)
+                    drafter = control = adaptive_drafter(mine, **options)
                 elif name == TIERS:
                     drafter = TieredDrafter(_needed(drafts({"min_survival": 0.0})), **options)
                 elif name == MODEL:
@@ -93,10 +103,64 @@ class Drafters:
             except (TypeError, ValueError) as error:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
             guards[name] = GuardedDrafter(drafter, vocab_size, timeout)
-        router = RoutedDrafter(guards, _chosen)
+        ranks = ranks or Ranks()
+        router: Drafter = RoutedDrafter(guards, _chosen) if ranks.leads else NoDrafter()
         found = Drafters(router, guards, model, control, ranks, models)
         found.wants_calibration = control is not None
         return found
+
+    def prefill(self, plain: Any) -> None:
+        """Let the draft model read the host's prefill batch. A fault on any rank: it is skipped."""
+        assert self.model is not None
+        fault = None
+        try:
+            self.model.prefill(plain)
+        except Exception as error:
+            fault = error
+            logger.warning("draft model: error in prefill: %s", error)
+        if self.ranks.any(fault is not None):
+            self.model.skip(plain)
+            self.fallbacks["prefill"] += len(plain.reqs)
+
+    def propose(self, plain: Any, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+        """Ask the drafters, on rank 0; on the others, make the passes that it tells of.
+
+        All ranks return the same. A pass that failed on one of them makes the step a plain one on
+        all, and the draft model fails when it is asked next: its drafters rest then.
+
+        plain: the host's decode batch, as its workers take it
+        """
+        if not any(budget.max_drafts):
+            return Proposal.empty(len(requests))
+        if self.model is not None:
+            self.model.bind(plain)
+        if not self.ranks.leads:
+            return self._follow(len(requests))
+        proposal = self.router.propose(requests, budget)
+        if self.ranks.alone:
+            return proposal
+        drafts = proposal.tokens.tolist(), proposal.num_drafts, proposal.parents
+        self.ranks.tell(Message.DONE, *drafts)
+        if self.model is not None and self.model.has_run and self.ranks.any(False):
+            self.model.undo("a pass failed on another rank")
+            return Proposal.empty(len(requests))
+        return proposal
+
+    def _follow(self, batch_size: int) -> Proposal[Law]:
+        """Make the passes that rank 0 tells of. Return its proposal, unless one of them failed."""
+        has_run, fault = False, None
+        while (heard := self.ranks.hear())[0] is not Message.DONE:
+            assert self.model is not None
+            has_run = True
+            try:
+                self.model.follow(heard[0], *heard[1])
+            except Exception as error:  # rank 0 goes on, and the passes that follow need this rank
+                fault = error
+                logger.warning("draft model: error in a pass: %s", error)
+        if has_run and self.ranks.any(fault is not None):
+            return Proposal.empty(batch_size)
+        tokens, num_drafts, parents = heard[1]
+        return Proposal.unclaimed(tokens, num_drafts, parents)
 
     def calibrate(self, rows: int, seconds: float, draft_seconds: float | None) -> None:
         """Tell control how long a pass of so many rows takes, of the target and the draft model."""
@@ -158,7 +222,7 @@ def make_draft_model(target_worker: Any, server_args: Any, max_rows: int, **rank
     bits = load_profile().draft_bits
     if bits is not None:
         quantize(worker.model_runner.model, bits)
-    return SglangDraftModel(worker, max_rows)
+    return SglangDraftModel(worker, max_rows, Ranks(target_worker.world_group))
 
 
 def _check_tokenizers(target_worker: Any, server_args: Any) -> None:

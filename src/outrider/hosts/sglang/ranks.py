@@ -12,13 +12,13 @@ rank 0 has launched: the others wait for it in an all-reduce of the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum
-from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 WORDS = 1024
@@ -39,15 +39,15 @@ class Message(IntEnum):
 class Ranks:
     """The ranks that run one model.
 
-    group: SGLang's group of them
+    group: SGLang's group of them; None if there is only one
     leads: whether this is rank 0
     alone: whether there is no other
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any = None) -> None:
         self._group = group
-        self.leads: bool = group.rank_in_group == 0
-        self.alone: bool = group.world_size == 1
+        self.leads: bool = group is None or group.rank_in_group == 0
+        self.alone: bool = group is None or group.world_size == 1
 
     def of_rank_0(self, tokens: Tensor) -> Tensor:
         """Return rank 0's tokens. [N] on the device, overwritten on the other ranks."""
@@ -63,15 +63,19 @@ class Ranks:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group.cpu_group)
         return bool(flags.item())
 
-    def tell(self, message: Message, *lists: Sequence[int]) -> None:
+    def tell(self, message: Message, *lists: ArrayLike) -> None:
         """Tell the other ranks, who must `hear`. For rank 0."""
         if self.alone:
             return
-        words = [int(message), len(lists), *map(len, lists), *chain(*lists)]
-        words = [len(words) + 1, *words]
-        self._broadcast(torch.tensor(words[:WORDS] + [0] * (WORDS - len(words))))
+        numbers = [np.asarray(numbers, dtype=np.int64) for numbers in lists]
+        head = [0, int(message), len(numbers), *map(len, numbers)]
+        words = np.concatenate([np.array(head), *numbers])
+        words[0] = len(words)
+        first = np.zeros(WORDS, dtype=np.int64)
+        first[: len(words)] = words[:WORDS]
+        self._broadcast(torch.from_numpy(first))
         if len(words) > WORDS:
-            self._broadcast(torch.tensor(words[WORDS:]))
+            self._broadcast(torch.from_numpy(words[WORDS:]))
 
     def hear(self) -> tuple[Message, list[list[int]]]:
         """Return what rank 0 tells. For the others."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.common import alloc_token_slots
-from sglang.srt.utils.common import broadcast_pyobj
 from torch import Tensor
 
 from outrider.core import (
@@ -86,8 +85,6 @@ class OutriderWorker:
         self.target_worker = target_worker
         self.model_runner = target_worker.model_runner
         self.model_config = target_worker.model_config
-        self._tp_rank = tp_rank
-        self._group = target_worker.world_group
         self._ranks = Ranks(target_worker.world_group)
         runner = self.model_runner
         self._logits = self.model_config.vocab_size, self.model_config.dtype.itemsize
@@ -111,13 +108,7 @@ class OutriderWorker:
         names, default = profile.names(bool(model)), profile.default_drafter(bool(model))
         vocab_size = self.model_config.vocab_size
         self._drafters = Drafters.make(
-            profile,
-            names,
-            vocab_size,
-            model,
-            self._ranks,
-            clock=self._clock(),
-            knots=_graph_sizes(runner),
+            profile, names, vocab_size, model, self._ranks, _graph_sizes(runner)
         )
         self._roster = Roster(self._drafters, names, default, server_args, profile.max_drafts)
         self._penalties = Penalties()
@@ -160,7 +151,8 @@ class OutriderWorker:
         plain = batch.get_model_worker_batch()
         result = self.target_worker.forward_batch_generation(plain, is_verify=True)
         last = plain.seq_lens - 1
-        result.next_token_ids = sample(self.model_runner, result.logits_output, plain, last)
+        sampled = sample(self.model_runner, result.logits_output, plain, last)
+        result.next_token_ids = self._ranks.of_rank_0(sampled)
         self._prefill_draft(plain)
         return result
 
@@ -174,12 +166,7 @@ class OutriderWorker:
         if not wanted or int(plain.seq_lens_cpu.max()) > model.max_length:
             model.skip(plain)
             return
-        try:
-            model.prefill(plain)
-        except Exception as error:
-            model.skip(plain)
-            self._drafters.fallbacks["prefill"] += len(plain.reqs)
-            logger.warning("draft model: error in prefill: %s", error)
+        self._drafters.prefill(plain)
 
     # -- decode: the four verbs
 
@@ -204,7 +191,8 @@ class OutriderWorker:
         result = self.target_worker.forward_batch_generation(verify, is_verify=True)
         output = result.logits_output
         clock.lap("forward")
-        emitted = sample(self.model_runner, output, verify, verify.seq_lens - 1)
+        sampled = sample(self.model_runner, output, verify, verify.seq_lens - 1)
+        emitted = self._ranks.of_rank_0(sampled)
         verdict = match(emitted, proposal.to(emitted.device))
         outcomes = settle(requests, proposal, verdict, self._keep)
         clock.lap("verify")
@@ -272,25 +260,7 @@ class OutriderWorker:
         self, plain: Any, requests: Sequence[LiveRequest], budget: Budget
     ) -> Proposal[Law]:
         """Ask the drafters. With tensor parallelism, what rank 0 was told holds for all."""
-        if self._drafters.model is not None and any(budget.max_drafts):
-            self._drafters.model.bind(plain)
-        proposal = self._drafters.router.propose(requests, budget)
-        if self._group.world_size > 1:
-            tokens, parents = proposal.tokens.tolist(), proposal.parents
-            proposal = Proposal.unclaimed(*self._of_rank_0([tokens, proposal.num_drafts, parents]))
-        return proposal
-
-    def _of_rank_0(self, values: list[Any]) -> list[Any]:
-        """Return what rank 0 gave."""
-        group, mine = self._group, values if self._tp_rank == 0 else []
-        found: list[Any] = broadcast_pyobj(mine, group.rank, group.cpu_group, src=group.ranks[0])
-        return found
-
-    def _clock(self) -> Callable[[], float]:
-        """Return a clock that tells all ranks the same: what follows from it, all decide alike."""
-        if self._group.world_size == 1:
-            return time.perf_counter
-        return lambda: float(self._of_rank_0([time.perf_counter()])[0])
+        return self._drafters.propose(plain, requests, budget)
 
     def _calibrate(self, batch: Any, plain: Any) -> None:
         """Time passes of several sizes, so that control need not begin by guessing."""

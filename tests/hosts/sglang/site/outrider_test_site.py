@@ -125,6 +125,52 @@ def register_faults():
     HookRegistry.register(f"{model}.prefill", prefill, HookType.AROUND)
 
 
+def register_rank_faults():
+    """Let rank 1 alone misbehave as $OUTRIDER_TEST_RANK_1 says.
+
+    "raising": passes of the draft model, among them those of its prefill and of calibration, raise
+    "perturbed": its sampler emits other tokens than that of rank 0
+    """
+    what = os.environ.get("OUTRIDER_TEST_RANK_1")
+    if not what:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    calls = {"passes": itertools.count(), "prefills": itertools.count(), "run": itertools.count()}
+    samples = itertools.count()
+    kinds = itertools.cycle([torch.OutOfMemoryError, RuntimeError, torch.OutOfMemoryError])
+
+    def is_rank_1():
+        return torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+
+    def breaks(what, when):
+        def hook(original, self, *args):
+            found = original(self, *args)
+            if is_rank_1() and when(next(calls[what])):
+                raise next(kinds)(f"{what} of rank 1")
+            return found
+
+        return hook
+
+    def sample(original, *args, **options):
+        tokens = original(*args, **options)
+        if is_rank_1() and next(samples) % 3 == 1:
+            tokens = (tokens + 1) % 100
+        return tokens
+
+    model = "outrider.hosts.sglang.draft_model.SglangDraftModel"
+    if what == "raising":
+        for name, hook in (
+            ("_forward", breaks("passes", lambda call: call % 13 == 12)),
+            ("prefill", breaks("prefills", lambda call: call % 3 == 0)),
+            ("run", breaks("run", lambda call: call == 4)),
+        ):
+            HookRegistry.register(f"{model}.{name}", hook, HookType.AROUND)
+    else:
+        target = "sglang.srt.layers.sampler.Sampler.forward"
+        HookRegistry.register(target, sample, HookType.AROUND)
+
+
 def register_rules():
     """Verify as the file $OUTRIDER_TEST_RULE says, which a test may change while the server runs.
 
