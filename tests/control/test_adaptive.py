@@ -220,9 +220,9 @@ def test_a_model_that_has_become_good_is_found_again():
 class Behind(Guesser):
     """Has to read three chunks of the second request before it drafts for it."""
 
-    def __init__(self, *args, **options):
+    def __init__(self, *args, chunks=3, **options):
         super().__init__(*args, **options)
-        self.chunks, self.asked_for = 3, set()
+        self.chunks, self.asked_for, self.queued = chunks, set(), 0.0
 
     def unread(self, request):
         return 1500 if not self.ready(request) else 1
@@ -233,6 +233,8 @@ class Behind(Guesser):
     def catch_up(self, requests):
         assert [request.id for request in requests] in ([], [1])
         self.chunks -= len(requests)
+        self.queued += 0.5 * len(requests)
+        return 512 * len(requests)
 
     def propose(self, requests, budget):
         asked = {r.id for r, k in zip(requests, budget.max_drafts, strict=True) if k}
@@ -251,6 +253,24 @@ def test_a_model_catches_up_where_it_would_be_worth_it(chance, chunks):
     world.run(drafter, 40)
     assert model.chunks == chunks
     assert (1 in model.asked_for) == (chunks == 0)
+
+
+def test_the_time_of_catching_up_is_not_taken_for_that_of_other_passes():
+    """On a GPU nobody waits for it but the next pass of the target, which then looks slow."""
+
+    def verify(rows):
+        waiting, model.queued = model.queued, 0.0
+        return 0.1 + waiting
+
+    world = World(2, verify, 0.01)
+    model = Behind("model", 0.9, passes=world.draft_passes, chunks=30)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.6)}, model, clock=world.clock)
+    drafter.cost.draft.observe(2, world.draft)
+    world.run(drafter, 40)
+    assert model.chunks == 0
+    assert drafter.cost.verify.seconds(2) < 0.12
+    assert drafter.cost.verify.seconds(8) < 0.12
+    assert drafter.brake.pulled == 0
 
 
 def test_plain_decoding_is_measured_again_where_little_is_won():

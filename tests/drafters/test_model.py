@@ -204,6 +204,7 @@ def test_requests_that_the_model_cannot_read_do_not_stop_the_others():
     found, _, requests = drafter((3,) * 801, (V,) * 20, (3,) * 20, model=model)
     assert [k > 0 for k in step(found, requests)] == [False, False, True]
     assert model.caught_up == [19]
+    assert found.waited == 1  # the one with an id that the model does not have
 
 
 class Later(torch.Tensor):

@@ -83,8 +83,8 @@ class PassingDrafter(Drafter, Protocol):
         """Say whether the next pass can draft for a request, or it must be caught up first."""
         ...
 
-    def catch_up(self, requests: Sequence[Request]) -> None:
-        """Read a part of what is unread of requests that are not ready."""
+    def catch_up(self, requests: Sequence[Request]) -> int:
+        """Read a part of what is unread of requests that are not ready. Return how many tokens."""
         ...
 
 
@@ -114,6 +114,7 @@ class Step:
     seconds: that it took, drafting included
     requests, rows, draft_passes: of the step
     unread: tokens that the first of these passes read
+    caught_up: tokens that the model read of requests it did not draft for yet
     drafters: how many requests each drafter served
     tokens: that it emitted
     """
@@ -124,6 +125,7 @@ class Step:
     rows: int = 0
     draft_passes: int = 0
     unread: int = 0
+    caught_up: int = 0
     drafted: float = 0.0
     proposed: float = 0.0
     seconds: float = 0.0
@@ -229,14 +231,20 @@ class AdaptiveDrafter:
 
     def _end_step(self, step: Step, outcomes: Sequence[Outcome]) -> None:
         self._step, now = None, self._clock()
-        self.cost.observe(step.rows, step.context, now - step.proposed)
         step.seconds, step.tokens = now - step.t, sum(len(o.tokens) for o in outcomes)
+        # a device makes the target wait for what is queued before: such a step says nothing
+        if not step.caught_up:
+            self._learn_times(step, now - step.proposed)
+        if self._on_step is not None:
+            self._on_step(step)
+
+    def _learn_times(self, step: Step, seconds: float) -> None:
+        """Learn from a step, of which so many seconds were the target's pass."""
+        self.cost.observe(step.rows, step.context, seconds)
         if step.rows == step.requests:
             self._since_plain[self.cost.verify.knot(step.rows)] = 0
         plain = self.cost.table(step.requests, step.context)[-1] / step.requests
         self.brake.observe(step.rows > step.requests, step.seconds, step.tokens * float(plain))
-        if self._on_step is not None:
-            self._on_step(step)
 
     # -- what there is
 
@@ -292,7 +300,7 @@ class AdaptiveDrafter:
         rows = batch + sum(budget.max_drafts)
         seconds = self.cost.table(rows, step.context)
         best = choose([plan.survival for plan in plans], seconds, self._margin)
-        goodput, users = self._consult(requests, budget, plans, best, seconds)
+        goodput, users = self._consult(requests, budget, plans, best, seconds, step)
         size = self.cost.verify.knot(batch)
         self._since_plain[size] += 1
         if self._since_plain[size] >= CHECK and goodput * seconds[batch] < CLOSE * batch:
@@ -310,6 +318,7 @@ class AdaptiveDrafter:
         plans: Sequence[_Plan],
         without: Choice,
         seconds: NDArray[np.float64],
+        step: Step,
     ) -> tuple[float, set[int]]:
         """Return the goodput to expect, and for whom the model should draft; for nobody, maybe.
 
@@ -332,7 +341,8 @@ class AdaptiveDrafter:
             # reading costs once and serves all later steps: it is not held against this one
             ones = [1] * len(requests)
             wanted = self._best_users(hopes, without.goodput, budget, plans, ones, seconds)[1]
-            self._model.catch_up([requests[r] for r in sorted(wanted) if not ready[r]])
+            behind = [requests[r] for r in sorted(wanted) if not ready[r]]
+            step.caught_up = self._model.catch_up(behind)
             most = tuple(k if ok else 0 for k, ok in zip(budget.max_drafts, ready, strict=True))
             budget = replace(budget, max_drafts=most)
         given = budget, plans, unread, seconds
@@ -402,7 +412,8 @@ class AdaptiveDrafter:
         proposal = self._model.propose(requests, asked)
         step.drafted = self._clock() - started
         step.draft_passes = max(1, proposal.max_depth)  # a chain as long as the deepest draft
-        self.cost.observe_drafting(step.draft_passes, len(users), step.unread, step.drafted)
+        if not step.caught_up:
+            self.cost.observe_drafting(step.draft_passes, len(users), step.unread, step.drafted)
         for r, draft in enumerate(proposal.drafts()):
             if draft.tokens:
                 plans[r].offers.insert(0, (self._model.name, draft))

@@ -188,17 +188,19 @@ class ModelDrafter(Generic[S]):
         """Say whether the next pass can draft for a request: only few of its tokens are unread."""
         return self.unread(request) <= self._model.max_unread
 
-    def catch_up(self, requests: Sequence[Request]) -> None:
+    def catch_up(self, requests: Sequence[Request]) -> int:
         """Read some of the unread tokens of those requests that are not ready, in one pass.
 
-        The first of them are served first: they have drafts again the soonest.
+        The first of them are served first: they have drafts again the soonest. Returns how many
+        tokens were read. Nobody waits for the pass.
         """
         segments: list[tuple[S, list[int]]] = []
         left = self._model.max_catch_up
-        behind = [request for request in requests if not self.ready(request)]
+        most = self._model.max_length
+        behind = [r for r in requests if r.length <= most and not self.ready(r)]
         for request in behind:
-            if not left or request.length > self._model.max_length:
-                continue
+            if not left:
+                break
             sequence = self._states[request.id].sequence
             tokens = request.tokens_from(sequence.length)[:-1][:left]
             if max(tokens) < self._model.vocab_size:
@@ -207,6 +209,7 @@ class ModelDrafter(Generic[S]):
         if segments:
             self._model.catch_up(segments)
         self.waited += sum(not self.ready(request) for request in behind)
+        return self._model.max_catch_up - left
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Give the requests' sequences back, without what was drafted and not verified."""
