@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import thread_time
@@ -27,16 +26,22 @@ from rich.progress import Progress
 from rich.table import Table
 
 from outrider.control import adaptive_drafter
-from outrider.core import Budget, Drafter, KeyedCoins, Outcome, Proposal, Request, SamplingParams
+from outrider.core import (
+    Budget,
+    Drafter,
+    KeyedCoins,
+    Outcome,
+    Outcomes,
+    Proposal,
+    Request,
+    SamplingParams,
+)
 from outrider.drafters import NgramDrafter, SuffixDrafter
 
 VOCABULARY = 32_000
 IDS = tuple(range(VOCABULARY))  # one object for each id, so that texts take little memory
 MAX_DRAFTS = 8
 WARM_UP = 8
-TRACED = 8
-"""Of so many requests the memory is traced: that is slow."""
-
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix": SuffixDrafter,
     "ngram": NgramDrafter,
@@ -88,20 +93,21 @@ def run(
         began = thread_time()
         drafter.start([request])
         starts.append(thread_time() - began)
-    budget = Budget((MAX_DRAFTS,) * len(requests), "match", KeyedCoins(), trees=False)
+    budget = Budget(np.full(len(requests), MAX_DRAFTS), "match", KeyedCoins(), trees=False)
+    meanwhile = getattr(drafter, "meanwhile", lambda: None)
     for _ in range(WARM_UP + steps):
         began = thread_time()
         proposal = drafter.propose(requests, budget)
         proposed = thread_time()
+        meanwhile()  # a host does this while the device works
         outcomes = _outcomes(requests, texts, proposal)
         settled = thread_time()
         drafter.observe(outcomes)
         ended = thread_time()
         proposes.append(proposed - began)
         observes.append(ended - settled)
-        for outcome in outcomes:
-            outcome.apply()
-            emitted += len(outcome.tokens)
+        outcomes.apply()
+        emitted += len(outcomes.tokens)
     return {
         "start": starts,
         "propose": proposes[WARM_UP:],
@@ -112,33 +118,14 @@ def run(
 
 def _outcomes(
     requests: Sequence[Request], texts: Sequence[Sequence[int]], proposal: Proposal[Any]
-) -> list[Outcome]:
+) -> Outcomes:
     tokens, starts = proposal.tokens.tolist(), proposal.starts
-    return [
-        settle(request, text, tokens[starts[r] : starts[r + 1]])
-        for r, (request, text) in enumerate(zip(requests, texts, strict=True))
-    ]
-
-
-def traced_bytes(make: Callable[[], Drafter], texts: Sequence[Sequence[int]], context: int) -> int:
-    """Return what Python says it has allocated for these texts, everything included."""
-    sampling = SamplingParams()
-    requests = [Request(i, tuple(text[:context]), sampling, 0) for i, text in enumerate(texts)]
-    gc.collect()
-    tracemalloc.start()
-    drafter = make()
-    drafter.start(requests)
-    for start in range(context, context + 256, 4):  # some tokens wait for their keys
-        drafter.observe(
-            [
-                Outcome(request, tuple(text[start : start + 4]), (0, 1, 2, 3), 3, 3, None)
-                for request, text in zip(requests, texts, strict=True)
-            ]
-        )
-    gc.collect()
-    size, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return size
+    return Outcomes.of(
+        [
+            settle(request, text, tokens[starts[r] : starts[r + 1]])
+            for r, (request, text) in enumerate(zip(requests, texts, strict=True))
+        ]
+    )
 
 
 def figures(name: str, texts: Sequence[Sequence[int]], context: int, steps: int) -> dict[str, Any]:
@@ -149,7 +136,6 @@ def figures(name: str, texts: Sequence[Sequence[int]], context: int, steps: int)
     found = run(drafter, texts, context, steps)
     each = 1e6 / len(texts)
     both = [a + b for a, b in zip(found["propose"], found["observe"], strict=True)]
-    some = texts[:TRACED]
     row: dict[str, Any] = {"requests": len(texts), "context": context, "drafter": name}
     for what, seconds in (("propose", found["propose"]), ("observe", found["observe"])):
         row[f"{what}_us"] = _spread([each * s for s in seconds])
@@ -157,10 +143,9 @@ def figures(name: str, texts: Sequence[Sequence[int]], context: int, steps: int)
     row["slowest_step_ms"] = round(1e3 * max(both), 2)
     row["start_ms"] = _spread([1e3 * s for s in found["start"]])
     row["accept_length"] = round(found["accept_length"], 2)
-    traced = traced_bytes(make, some, context)
-    row["traced_bytes_per_token"] = round(traced / len(some) / (context + 256), 1)
     if isinstance(drafter, SuffixDrafter):
-        row["bytes"] = drafter.nbytes
+        tokens = int(drafter.texts.lengths.sum())
+        row |= {"bytes": drafter.nbytes, "bytes_per_token": round(drafter.nbytes / tokens, 1)}
     return row
 
 
@@ -209,7 +194,7 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
             row["slowest_step_ms"],
             row["start_ms"]["median"],
             row["accept_length"],
-            row["traced_bytes_per_token"],
+            row.get("bytes_per_token", 0.0),
         ]
         keys = (str(row["requests"]), str(row["context"]), row["drafter"])
         table.add_row(*keys, *(f"{cell:.1f}" for cell in cells))

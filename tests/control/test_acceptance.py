@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from outrider.control.acceptance import LEAST, MOST, Acceptance, prior
@@ -15,13 +16,23 @@ def play(learner, rng, request, truth, steps, drafter="suffix", k=4):
         for _ in range(k):
             confidence = rng.random()
             hit = rng.random() < truth(confidence)
-            learner.chances(drafter, request).observe(confidence, hit)
+            observe(learner, drafter, request, confidence, hit)
             if not hit:
                 break
 
 
+def observe(learner, drafter, request, confidence, hit):
+    given = learner.rows([request]), np.array([confidence]), np.array([hit])
+    learner.chances(drafter).observe(*given)
+
+
 def chance(learner, drafter, request, confidence):
-    return learner.chances(drafter, request).of(confidence)
+    return learner.chances(drafter).of(learner.rows([request]), np.array([confidence]))[0]
+
+
+def optimistic(learner, drafter, request, confidence, idle=0):
+    given = learner.rows([request]), np.array([confidence]), np.array([idle])
+    return learner.chances(drafter).optimistic(*given)[0]
 
 
 def test_confidence_is_calibrated():
@@ -67,20 +78,49 @@ def test_drafters_do_not_share():
 def test_chances_have_bounds():
     learner = Acceptance()
     for _ in range(200):
-        learner.chances("model", 0).observe(1.0, True)
-        learner.chances("other", 0).observe(0.0, False)
+        observe(learner, "model", 0, 1.0, True)
+        observe(learner, "other", 0, 0.0, False)
     assert chance(learner, "model", 0, 1.0) == MOST
     assert chance(learner, "other", 0, 0.0) == LEAST
 
 
-def test_hope_is_for_what_is_not_known():
+def test_many_at_once_are_learnt_as_one_by_one():
+    """But for the buckets, which older drafts of the same moment do not age."""
+    together, alone = Acceptance(), Acceptance()
+    rng = np.random.default_rng(6)
+    for _ in range(30):
+        sure, hits = rng.random(8), rng.random(8) < 0.6
+        together.chances("a").observe(together.rows(range(8)), sure, hits)
+        for request in range(8):
+            observe(alone, "a", request, sure[request], hits[request])
+    for request in range(8):
+        pair = (chance(learner, "a", request, 0.5) for learner in (together, alone))
+        assert next(pair) == pytest.approx(next(pair), abs=0.02)
+
+
+def test_rows_are_used_again_and_know_nothing_of_before():
+    learner = Acceptance()
+    assert learner.rows(["a", "b"]).tolist() == [0, 1]
+    for _ in range(20):
+        observe(learner, "x", "a", 0.5, True)
+        observe(learner, "x", "b", 0.5, False)
+    learner.forget("a")
+    assert learner.rows(["b", "c", "d"]).tolist() == [1, 0, 2]
+    assert chance(learner, "x", "c", 0.5) == chance(learner, "x", "d", 0.5)
+
+
+def test_the_optimistic_estimate_is_for_what_is_not_known():
     learner, rng = Acceptance(), random.Random(4)
-    early = learner.chances("model", "new").hope(0.5) - prior(5)
+    early = optimistic(learner, "model", "new", 0.5) - prior(5)
     for request in range(20):
         play(learner, rng, request, lambda c: 0.7, 60, drafter="model")
-    new, old = learner.chances("model", "other"), learner.chances("model", 19)
-    assert early > new.hope(0.5) - new.of(0.5) > old.hope(0.5) - old.of(0.5) > 0
-    assert old.hope(0.5, 16) < old.hope(0.5, 64) < old.hope(0.5, 10_000) == MOST
+    new, old = (
+        optimistic(learner, "model", who, 0.5) - chance(learner, "model", who, 0.5)
+        for who in ("other", 19)
+    )
+    assert early > new > old > 0
+    later = [optimistic(learner, "model", 19, 0.5, idle) for idle in (16, 64, 10_000)]
+    assert later[0] < later[1] < later[2] == MOST
 
 
 def test_an_easy_text_makes_unsure_drafts_likely():

@@ -87,7 +87,7 @@ class World:
         drafter.observe(outcomes)
         for r, outcome in enumerate(outcomes):
             self.emitted[r] += len(outcome.tokens)
-        self.drafts.append(proposal.num_drafts)
+        self.drafts.append(tuple(proposal.num_drafts.tolist()))
 
     def run(self, drafter, steps):
         """Return tokens a second over these steps."""
@@ -185,8 +185,8 @@ def test_requests_that_end_are_forgotten():
     drafter.start(world.requests)
     world.run(drafter, 5)
     drafter.stop(world.requests)
-    assert not drafter._plans
-    assert not drafter.acceptance._requests
+    assert not drafter._idle
+    assert not drafter.acceptance._rows
 
 
 @pytest.mark.parametrize(("pass_seconds", "wanted"), [(0.01, True), (0.2, False)])

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.control.policy import choose
+from outrider.control.policy import best_goodput, choose
+from outrider.core import ROOT, Draft, PointMass, Proposal
 
 CHAINS = st.lists(
     st.lists(st.floats(0.05, 0.95), max_size=4).map(
@@ -25,14 +26,27 @@ def times(seconds, rows=20):
     return np.array([float(seconds(n)) for n in range(rows + 1)])
 
 
-def counts_of(choice):
-    """How many drafts of each chain were taken, each from its beginning."""
-    assert all(nodes == tuple(range(len(nodes))) for nodes in choice.nodes)
-    return tuple(len(nodes) for nodes in choice.nodes)
+def pick(trees, seconds, margin=0.0):
+    """The choice among drafts of these survivals, and of each request those that were taken."""
+    drafts = [Draft((7,) * len(tree), (ROOT,) * len(tree), PointMass()) for tree in trees]
+    proposal = Proposal.of(drafts)
+    found = choose(proposal, np.array([c for tree in trees for c in tree]), seconds, margin)
+    assert (np.diff(found.nodes) > 0).all()
+    taken = [
+        proposal.places[found.nodes[proposal.owners[found.nodes] == r]] for r in range(len(trees))
+    ]
+    return found, [places.tolist() for places in taken]
+
+
+def choose_chains(chains, seconds, margin=0.0):
+    """The choice, and how many drafts of each chain were taken, each from its beginning."""
+    found, taken = pick(chains, seconds, margin)
+    assert all(places == list(range(len(places))) for places in taken)
+    return found, tuple(map(len, taken))
 
 
 def counts(chains, seconds, margin=0.0, rows=20):
-    return counts_of(choose(chains, times(seconds, rows), margin))
+    return choose_chains(chains, times(seconds, rows), margin)[1]
 
 
 def tokens(chains, counts):
@@ -43,9 +57,11 @@ def tokens(chains, counts):
 @given(CHAINS, STAIRS)
 def test_no_other_choice_is_better(chains, stairs):
     seconds = 1.0 + np.concatenate([[0.0], np.cumsum(stairs)])
-    found = choose(chains, seconds)
-    assert abs(found.tokens - tokens(chains, counts_of(found))) < 1e-9
-    assert found.seconds == seconds[len(chains) + sum(counts_of(found))]
+    found, taken = choose_chains(chains, seconds)
+    assert abs(found.tokens - tokens(chains, taken)) < 1e-9
+    assert found.seconds == seconds[len(chains) + sum(taken)]
+    survival = np.array([chance for chain in chains for chance in chain])
+    assert best_goodput(survival, len(chains), seconds) == pytest.approx(found.goodput)
     for counts in product(*(range(len(c) + 1) for c in chains)):
         other = tokens(chains, counts) / seconds[len(chains) + sum(counts)]
         assert other <= found.goodput * (1 + 1e-9)
@@ -81,6 +97,6 @@ def test_ranks_agree_on_equals():
 def test_trees_are_taken_from_their_roots():
     """The first request's second root and its child are worth more than the other's third."""
     survival = [[0.9, 0.05, 0.5, 0.3], [0.8, 0.6, 0.1]]
-    found = choose(survival, times(lambda rows: 1.0, rows=7))
-    assert found.nodes == ((0, 2, 3), (0, 1))
+    found, taken = pick(survival, times(lambda rows: 1.0, rows=7))
+    assert taken == [[0, 2, 3], [0, 1]]
     assert found.tokens == pytest.approx(2 + 0.9 + 0.5 + 0.3 + 0.8 + 0.6)

@@ -35,7 +35,9 @@ class Guesser:
 
 def propose(drafter, most=(12,)):
     budget = Budget(tuple(most), "match", KeyedCoins(), trees=False)
-    return drafter.propose([SimpleNamespace(id=r) for r in range(len(most))], budget).num_drafts
+    return drafter.propose(
+        [SimpleNamespace(id=r) for r in range(len(most))], budget
+    ).num_drafts.tolist()
 
 
 def told(accepted, drafts, finish=None):
@@ -74,7 +76,7 @@ def test_up_on_an_easy_text_and_down_on_a_hard_one(batch):
 
 def test_one_number_for_all_within_each_budget():
     drafter = TieredDrafter(Guesser())
-    assert propose(drafter, (12, 2, 0, 3)) == (3, 2, 0, 3)
+    assert propose(drafter, (12, 2, 0, 3)) == [3, 2, 0, 3]
 
 
 def test_decisions_come_after_the_warm_up_and_at_intervals():

@@ -186,7 +186,7 @@ def test_nothing_allowed_nothing_asked():
     drafter = Scripted()
     guard = GuardedDrafter(drafter, V)
     guard.start(requests())
-    assert guard.propose(requests(), budget("match", 0, 0)).num_drafts == (0, 0)
+    assert guard.propose(requests(), budget("match", 0, 0)).num_drafts.tolist() == [0, 0]
     assert "propose" not in drafter.calls
 
 

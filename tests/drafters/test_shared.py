@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from random import Random
 from types import SimpleNamespace
 
 import pytest
 
-from outrider.core import Budget, KeyedCoins
+from outrider.core import Budget, KeyedCoins, Outcome
 from outrider.drafters import SuffixDrafter
-from outrider.drafters.shared import LEAST, PARTS, SEPARATOR, SharedTexts
-from outrider.drafters.suffix import SuffixIndex
+from outrider.drafters.lookup import SEPARATOR, Texts
+from outrider.drafters.shared import LEAST, PARTS, SharedTexts
 
 BUDGET = Budget((4,), "match", KeyedCoins())
 
@@ -23,7 +22,8 @@ def request(number, prompt, tenant=None):
 
 def finish(drafter, made, output):
     drafter.start([made])
-    drafter.observe([SimpleNamespace(request=made, tokens=tuple(output))])
+    rows = tuple(range(len(output)))
+    drafter.observe([Outcome(made, tuple(output), rows, len(output), len(output), None)])
     drafter.stop([made])
 
 
@@ -71,20 +71,23 @@ def test_tenants_never_meet():
 
 
 def test_tenants_hash_apart():
-    shared = SharedTexts(4096, partial(SuffixIndex, 64, 3))
+    shared = SharedTexts(4096, Texts())
     for tenant in ("a", "b"):
         shared.add(tenant, range(900))
     (a,), (b,) = shared.of("a"), shared.of("b")
-    assert len(a._keys)
-    assert not {k >> 32 for k in a._keys.tolist()} & {k >> 32 for k in b._keys.tolist()}
+    heads = shared.texts._arena.heads
+    assert (heads[a] > 0).sum() > 500
+    assert ((heads[a] == heads[b]) & (heads[a] > 0)).sum() < 20
 
 
 def stored(shared, tenants):
-    return {t: sum(len(chunk) for chunk in shared.of(t)) for t in tenants if shared.of(t)}
+    return {
+        t: sum(shared.texts.lengths[row] for row in shared.of(t)) for t in tenants if shared.of(t)
+    }
 
 
 def test_the_oldest_go_first():
-    shared = SharedTexts(PARTS * LEAST, partial(SuffixIndex, 64, 3))
+    shared = SharedTexts(PARTS * LEAST, Texts())
     for i in range(PARTS + 1):
         shared.add(f"tenant {i}", [1, 2, 3])  # each counts for LEAST
     tenants = [f"tenant {i}" for i in range(PARTS + 1)]
@@ -93,7 +96,7 @@ def test_the_oldest_go_first():
 
 def test_bounds():
     random, most = Random(0), 8000
-    shared = SharedTexts(most, partial(SuffixIndex, 64, 3))
+    shared = SharedTexts(most, Texts())
     tenants = "abcde"
     for i in range(500):
         shared.add(random.choice(tenants), [i] * random.choice([0, 1, 50, 1000, 20_000]))
@@ -101,7 +104,7 @@ def test_bounds():
         assert sum(held.values()) <= most
         assert all(len(shared.of(tenant)) <= PARTS for tenant in tenants)
         # with some bytes for each of few chunks
-        assert shared.nbytes <= 13 * most + 100 * most // LEAST
+        assert shared.nbytes <= 16 * most + 256 * most // LEAST
     assert sum(held.values()) > most // 2
     latest = shared.of(max(held, key=held.get))[0]
-    assert latest.tokens_from(len(latest) - 1) == [SEPARATOR]
+    assert shared.texts.tokens_from(latest, 0)[-1] == SEPARATOR

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,26 +12,31 @@ from statistics import median
 from time import thread_time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.core import Budget, KeyedCoins
-from outrider.drafters import suffix
-from outrider.drafters.suffix import ANCHOR, WIDTH, SuffixDrafter, SuffixIndex, vote
+from outrider.core import Budget, KeyedCoins, Outcome
+from outrider.drafters import lookup
+from outrider.drafters.compiled import IS_COMPILED
+from outrider.drafters.lookup import ANCHOR, WIDTH, Texts
+from outrider.drafters.suffix import SuffixDrafter
 
 TEXTS = st.lists(st.integers(0, 2), max_size=120)
 PIECES = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
-def grow(text, pieces, **options):
-    """An index that has read the text in pieces."""
-    index, start = SuffixIndex(**options), 0
+def grow(text, pieces, salt=0, **options):
+    """Texts of which one has been read in pieces, beside another, and its row."""
+    texts, start = Texts(**options), 0
+    texts.extend(texts.open(salt + 1), [1, 2, 0] * 20)
+    row = texts.open(salt)
     while start < len(text):
         size = pieces[start % len(pieces)]
-        index.extend(text[start : start + size])
+        texts.extend(row, text[start : start + size])
         start += size
-    return index
+    return texts, row
 
 
 def occurrences(text, max_match=64):
@@ -46,69 +52,82 @@ def occurrences(text, max_match=64):
 
 
 @settings(deadline=None, max_examples=150)
-@given(TEXTS, PIECES, st.integers(1, 60))
-def test_matches_are_those_of_a_search(text, pieces, spare):
-    before, suffix.SPARE = suffix.SPARE, spare  # merges at every occasion
-    try:
-        index = grow(text, pieces)
-    finally:
-        suffix.SPARE = before
-    found = [(match.length, match.end) for match in index.matches()]
-    expected = occurrences(text)
-    assert set(found) <= set(expected)
-    assert found == sorted(found, reverse=True)
-    assert len(found) == min(len(expected), WIDTH)
-    assert found[:1] == expected[:1]  # the longest, however long ago
-    assert len(index) == len(text)
-    assert index.tokens_from(5) == text[5:]
+@given(TEXTS, PIECES)
+def test_matches_are_those_of_a_search(text, pieces):
+    texts, row = grow(text, pieces)
+    assert texts.matches(row) == occurrences(text)[:WIDTH]
+    assert texts.lengths[row] == len(text)
+    assert texts.tokens_from(row, 5) == text[5:]
 
 
 @settings(deadline=None, max_examples=100)
-@given(TEXTS, TEXTS, st.integers(1, 60))
-def test_the_end_of_another_text_is_found(text, other, spare):
-    before, suffix.SPARE = suffix.SPARE, spare
-    try:
-        index, ending = grow(text, [7]), grow(other, [7], salt=3)
-    finally:
-        suffix.SPARE = before
-    found = index.matches(of=ending)
+@given(TEXTS, TEXTS)
+def test_the_end_of_another_text_is_found(text, other):
+    (texts, row), ending = grow(text, [7]), grow(other, [7], salt=3)
     expected = [
         (length, end)
         for length, end in occurrences([*text, *[9] * 64, *other])
         if end < len(text)  # where nothing follows is no match
     ]
-    assert found[:1] == expected[:1]
-    assert set(found) <= set(expected)
+    assert texts.matches(row, of=ending) == expected[:WIDTH]
+
+
+def test_no_more_occurrences_are_looked_at_than_there_is_time_for():
+    """An old long match beyond so many younger ones is passed over; what is found is a match."""
+    text = [5, 6, 1, 2, 3, 4, *[t for i in range(lookup.PROBES) for t in (1, 2, 3, 100 + i)]]
+    texts, row = grow([*text, 5, 6, 1, 2, 3], [50])
+    assert [match.length for match in texts.matches(row)] == [3] * WIDTH
+    texts, row = grow([*text[:-80], 5, 6, 1, 2, 3], [50])
+    assert texts.matches(row)[0] == (5, 5)
+
+
+def test_rows_are_used_again_and_know_nothing_of_before():
+    texts, row = grow([1, 2, 3, 1, 2, 3], [6])
+    texts.close(row)
+    again = texts.open()
+    texts.extend(again, [1, 2, 3])
+    assert (again, texts.matches(again)) == (row, [])
 
 
 def test_long_matches_are_told_apart_up_to_a_limit():
     text = [7, *range(30), 8, *range(30), 9, *range(30)]
-    lengths = [match.length for match in grow(text, [5]).matches()]
-    assert lengths == [30, 30]
-    assert [m.length for m in grow(text, [5], max_match=10).matches()] == [10, 10]
+
+    def lengths(**options):
+        texts, row = grow(text, [5], **options)
+        return [match.length for match in texts.matches(row)]
+
+    assert lengths() == [30, 30]
+    assert lengths(max_match=10) == [10, 10]
+
+
+def say(text, count, trees=False):
+    """What a lookup proposes after a text: tokens and confidences."""
+    texts, row = grow(text, [4])
+    _, drafts = texts.propose(np.array([row]), np.array([count]), WIDTH, 0.0, trees)
+    return drafts.tokens.tolist(), drafts.sure.tolist()
 
 
 def test_a_copy_that_reaches_the_end_goes_on_with_itself():
-    index = grow([5, 1, 2, 3, 1, 2, 3], [7])
-    [match] = index.matches()
-    assert (match.end, match.length) == (4, 3)
-    assert index.following(match, 7) == (1, 2, 3, 1, 2, 3, 1)
+    assert say([5, 1, 2, 3, 1, 2, 3], 7)[0] == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_occurrences_vote_and_the_longer_match_counts_more():
     a, b = [9, 1, 2, 3, 4, 4], [1, 2, 3, 5, 5]
-    once = vote(grow([*a, *b, 0, 9, 1, 2, 3], [4]), 2)
-    assert once.tokens == (4, 4)  # 9 1 2 3 has been followed by 4, 1 2 3 also by 5
-    assert once.votes == (4 / 7, 4 / 7)
-    assert once.length == 4
-    twice = vote(grow([*a, *b, 0, *b, 0, *b, 0, 9, 1, 2, 3], [4]), 1)
-    assert twice.tokens == (5,)
-    assert twice.votes == (9 / 13,)
-    assert vote(grow([1, 2], [1]), 3).tokens == ()
+    tokens, sure = say([*a, *b, 0, 9, 1, 2, 3], 2)
+    assert tokens == [4, 4]  # 9 1 2 3 has been followed by 4, 1 2 3 also by 5
+    assert sure == [4 / 8 * 4 / 7, 4 / 8]
+    tokens, sure = say([*a, *b, 0, *b, 0, *b, 0, 9, 1, 2, 3], 1)
+    assert tokens == [5]
+    assert sure == [4 / 8 * 9 / 13]
+    assert say([1, 2], 3) == ([], [])
 
 
 def request(prompt, output=()):
     return SimpleNamespace(id=3, prompt=list(prompt), output=list(output))
+
+
+def outcome(made, tokens):
+    return Outcome(made, tuple(tokens), tuple(range(len(tokens))), len(tokens), len(tokens), None)
 
 
 def test_drafts_end_where_votes_run_out():
@@ -118,10 +137,10 @@ def test_drafts_end_where_votes_run_out():
         drafter = SuffixDrafter(min_vote=least)
         drafter.start([request(text)])
         proposal = drafter.propose([request(text)], budget)
-        assert proposal.num_drafts == (drafts,)
+        assert proposal.num_drafts.tolist() == [drafts]
         assert proposal.tokens[0] == 4
     one = request(text)
-    drafter.observe([SimpleNamespace(request=one, tokens=(4, 9, 1, 2, 3, 4))])
+    drafter.observe([outcome(one, (4, 9, 1, 2, 3, 4))])
     assert drafter.propose([one], budget).num_drafts[0] >= 0
     drafter.stop([one])
     with pytest.raises(KeyError):
@@ -156,36 +175,56 @@ def test_options_are_checked(options):
 
 @pytest.mark.parametrize("tokens", [range(32_768), [7] * 32_768])
 def test_memory_is_what_is_said(tokens):
-    index = SuffixIndex()
-    index.extend(tokens)
-    assert index.nbytes <= 12 * len(index) + 200
+    texts = Texts()
+    row = texts.open()
+    texts.extend(row, tokens)
+    assert texts.nbytes <= 12 * len(tokens)
     most = 0.0
     for i in range(5000):
-        index.extend([i, i, i])
-        most = max(most, index.nbytes / len(index))
-    assert most <= 13
+        texts.extend(row, [i, i, i])
+        most = max(most, texts.nbytes / texts.lengths[row])
+    assert most <= 16
     drafter = SuffixDrafter()
     drafter.start([request(tokens)])
-    assert drafter.nbytes <= 13 * len(tokens)
+    assert drafter.nbytes <= 16 * len(tokens)
     drafter.stop([request(tokens)])
     assert drafter.nbytes == 0
 
 
-def test_texts_do_not_merge_all_in_the_same_step(monkeypatch):
-    merged = []
-    monkeypatch.setattr(SuffixIndex, "_merge", lambda index: merged.append(index))
-    indices = [SuffixIndex(salt=i) for i in range(256)]
-    counts = []
-    for _ in range(suffix.SPARE // 4):
-        for index in indices:
-            before = len(index) + index._salt
-            index._merged = len(index)  # as if each had been done in its turn
-            index.extend([1, 2, 3, 4])
-            assert (index in merged[-1:]) == (before // 512 < (before + 4) // 512)
-        counts.append(len(merged))
-        merged.clear()
-    assert sum(counts) == 256
-    assert max(counts) <= 4
+PLAIN = """
+import json, sys
+from random import Random
+import numpy as np
+from outrider.drafters.compiled import IS_COMPILED
+from outrider.drafters.lookup import Texts
+
+random, said = Random(0), []
+for trees in (False, True):
+    texts = Texts(2)
+    rows = np.array([texts.open(i) for i in range(12)])
+    for step in range(60):
+        counts = np.array([random.randrange(6) for _ in rows])
+        tokens = np.array([random.randrange(4) for _ in range(counts.sum())], np.int64)
+        texts.extend_all(rows, tokens, counts)
+        most = np.array([random.randrange(8) for _ in rows])
+        counts, drafts = texts.propose(rows, most, 8, random.choice([0.0, 0.3]), trees)
+        said.append([array.tolist() for array in (counts, *drafts)])
+print(json.dumps([IS_COMPILED, said]))
+"""
+
+
+def test_compiled_loops_say_what_plain_ones_say():
+    def run(numba):
+        env = {**os.environ, "OUTRIDER_NUMBA": numba}
+        out = subprocess.run(
+            [sys.executable, "-c", PLAIN], env=env, capture_output=True, text=True, check=True
+        )
+        return json.loads(out.stdout)
+
+    (plain, said), (compiled, said_too) = run("0"), run("1")
+    assert (plain, compiled) == (False, IS_COMPILED)
+    assert said == said_too
+    assert any(counts and max(counts) > 4 for counts, *_ in said)
 
 
 class Steps:
@@ -204,7 +243,7 @@ class Steps:
         new = self.random.choice(self.phrases)[: self.random.randrange(3, 7)]
         start = thread_time()
         self.drafter.propose(self.requests, self.budget)
-        self.drafter.observe([SimpleNamespace(request=r, tokens=new) for r in self.requests])
+        self.drafter.observe([outcome(r, new) for r in self.requests])
         return thread_time() - start
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from outrider.drafters.suffix import SuffixIndex, vote
+from outrider.drafters.lookup import Texts
 from outrider.kernels import ngram_match as package
 from outrider.kernels.ngram_match import reference
 from outrider.kernels.ngram_match import triton as kernel
@@ -24,10 +25,11 @@ def drafter(tokens, lengths, max_drafts, width, min_n, max_n):
     """What the drafter on the host proposes."""
     drafts, counts = torch.zeros(len(tokens), width, dtype=tokens.dtype), []
     for b, row in enumerate(tokens.tolist()):
-        index = SuffixIndex(max_n, min_n)
-        index.extend(row[: int(lengths[b])])
-        found = vote(index, min(int(max_drafts[b]), width), width=1).tokens
-        drafts[b, : len(found)] = torch.tensor(found, dtype=tokens.dtype)
+        texts = Texts(min_n, max_n)
+        text, most = np.array([texts.open()]), np.array([min(int(max_drafts[b]), width)])
+        texts.extend(int(text[0]), row[: int(lengths[b])])
+        _, (found, _, _) = texts.propose(text, most, width=1, min_vote=0.0, trees=False)
+        drafts[b, : len(found)] = torch.from_numpy(found)
         counts.append(len(found))
     return drafts, torch.tensor(counts, dtype=torch.int32)
 

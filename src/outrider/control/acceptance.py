@@ -9,7 +9,7 @@ that it is right to be. Two things are learnt:
 * *a shift*, for each request and drafter: by how much its log-odds lie above or below calibration.
   Some texts are easier than others, and an easy one makes unsure drafts likely rather than sure
   ones certain. It is found by a Newton step for each draft, so it comes with its own precision:
-  what little is known of a new request leaves room for hope.
+  the less is known of a request, the higher its optimistic estimate.
 
 Only drafts whose parent is part of the text say something. They need not have been verified: what
 a drafter *would* have said is scored by what was emitted anyway.
@@ -17,11 +17,16 @@ a drafter *would* have said is scored by what was emitted anyway.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
-EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core import Floats, Ints
+
+Bools = NDArray[np.bool_]
+
+EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
 """Where confidence is told apart: finer near 1, where a long chain is worth it or not."""
 
 PRIOR_WEIGHT = 4.0
@@ -35,8 +40,8 @@ UNKNOWN = 1.0
 """Precision of a new request's shift: texts differ by about 1 in log-odds."""
 
 REST = 32.0
-"""Steps without a draft after which half of what is known of a request is forgotten, and hopes are
-higher by 1, in log-odds: in the end everything is tried again that could be worth it."""
+"""Steps without a draft after which half of what is known of a request is forgotten, and optimistic
+estimates are higher by 1, in log-odds: in the end everything is tried again that could pay."""
 
 LEAST, MOST = 0.02, 0.98
 
@@ -44,95 +49,113 @@ LEAST, MOST = 0.02, 0.98
 def prior(bucket: int) -> float:
     """Return what is expected of drafts of such a confidence before any was seen."""
     low, high = (0.0, *EDGES)[bucket], (*EDGES, 1.0)[bucket]
-    return 0.25 + 0.5 * (low + high) / 2
-
-
-class _Count:
-    """Accepted drafts and tried ones, older ones counting less."""
-
-    __slots__ = ("hits", "tries")
-
-    _keep = 0.5 ** (1.0 / POOL_MEMORY)
-
-    def __init__(self, hits: float, tries: float) -> None:
-        self.hits, self.tries = hits, tries
-
-    @property
-    def share(self) -> float:
-        return _limit(self.hits / self.tries)
-
-    def add(self, hit: bool) -> None:
-        self.hits = self.hits * self._keep + hit
-        self.tries = self.tries * self._keep + 1.0
+    return float(0.25 + 0.5 * (low + high) / 2)
 
 
 class Chances:
-    """The chances of one drafter's drafts for one request."""
+    """The chances of one drafter's drafts: by how sure it is, and for each request.
 
-    __slots__ = ("_buckets", "_learnt", "_shift")
+    Requests are rows: see `Acceptance.rows`.
+    """
 
+    _keep_pool = 0.5 ** (1.0 / POOL_MEMORY)
     _keep = 0.5 ** (1.0 / REQUEST_MEMORY)
 
-    def __init__(self, buckets: list[_Count]) -> None:
-        self._buckets = buckets
-        self._shift = 0.0
-        self._learnt = 0.0  # precision of the shift, beyond UNKNOWN
+    def __init__(self) -> None:
+        priors = np.array([prior(bucket) for bucket in range(len(EDGES) + 1)])
+        # of each bucket, accepted drafts and tried ones, older ones counting less
+        self._hits, self._tries = priors * PRIOR_WEIGHT, np.full(len(priors), PRIOR_WEIGHT)
+        self._share = priors
+        # of each request, its shift, and the shift's precision beyond UNKNOWN
+        self._shift, self._learnt = np.zeros(0), np.zeros(0)
 
-    def of(self, confidence: float) -> float:
-        """Return the chance of a draft, given that all above it are accepted."""
-        return _limit(self._chance(self._bucket(confidence), self._shift))
+    def of(self, rows: Ints, confidences: Floats) -> Floats:
+        """Return the chance of each draft, given that all above it are accepted."""
+        self._reach(rows)
+        share = self._share[np.searchsorted(EDGES, confidences, "right")]
+        return _limit(_shifted(share, self._shift[rows]))
 
-    def hope(self, confidence: float, idle: int = 0) -> float:
-        """Return the same for one who hopes: by half a standard deviation, and more by and by.
+    def optimistic(self, rows: Ints, confidences: Floats, idle: Ints) -> Floats:
+        """Return the same, higher by half a standard deviation, and more the longer it rests.
 
         idle: steps since the drafter was last tried
         """
-        bucket, keep = self._bucket(confidence), 0.5 ** (idle / REST)
-        known = UNKNOWN + self._learnt * keep
-        pool_known = bucket.tries * bucket.share * (1.0 - bucket.share)
-        hope = 0.5 * math.sqrt(1.0 / known + 1.0 / pool_known) + idle / REST
-        return _limit(self._chance(bucket, self._shift * keep + hope))
+        self._reach(rows)
+        bucket, keep = np.searchsorted(EDGES, confidences, "right"), 0.5 ** (idle / REST)
+        share = self._share[bucket]
+        known = UNKNOWN + self._learnt[rows] * keep
+        pool_known = self._tries[bucket] * share * (1.0 - share)
+        more = 0.5 * np.sqrt(1.0 / known + 1.0 / pool_known) + idle / REST
+        return _limit(_shifted(share, self._shift[rows] * keep + more))
 
-    def observe(self, confidence: float, hit: bool) -> None:
-        """Learn that a draft was right or not, all above it being right."""
-        bucket = self._bucket(confidence)
-        chance = self._chance(bucket, self._shift)
-        self._learnt = self._learnt * self._keep + chance * (1.0 - chance)
-        self._shift += (hit - chance) / (UNKNOWN + self._learnt)
-        bucket.add(hit)
+    def observe(self, rows: Ints, confidences: Floats, hits: Bools) -> None:
+        """Learn which drafts were right, all above them being right.
 
-    def _bucket(self, confidence: float) -> _Count:
-        return self._buckets[bisect_right(EDGES, confidence)]
+        rows: no request more than once
+        """
+        self._reach(rows)
+        bucket = np.searchsorted(EDGES, confidences, "right")
+        chance = _shifted(self._share[bucket], self._shift[rows])
+        self._learnt[rows] = self._learnt[rows] * self._keep + chance * (1.0 - chance)
+        self._shift[rows] += (hits - chance) / (UNKNOWN + self._learnt[rows])
+        tries = np.bincount(bucket, minlength=len(self._tries))
+        keep = self._keep_pool**tries
+        self._tries = self._tries * keep + tries
+        self._hits = self._hits * keep + np.bincount(bucket, hits, len(self._tries))
+        self._share = _limit(self._hits / self._tries)
 
-    @staticmethod
-    def _chance(bucket: _Count, shift: float) -> float:
-        pooled = bucket.share
-        return pooled / (pooled + (1.0 - pooled) * math.exp(-shift))
+    def forget(self, row: int) -> None:
+        """Forget a request's shift."""
+        if row < len(self._shift):
+            self._shift[row] = self._learnt[row] = 0.0
+
+    def _reach(self, rows: Ints) -> None:
+        missing = int(rows.max(initial=-1)) + 1 - len(self._shift)
+        if missing > 0:
+            more = np.zeros(missing + len(self._shift))
+            self._shift = np.concatenate([self._shift, more])
+            self._learnt = np.concatenate([self._learnt, more])
 
 
-def _limit(chance: float) -> float:
-    return min(MOST, max(LEAST, chance))
+def _shifted(share: Floats, shift: Floats) -> Floats:
+    """Return chances whose log-odds are higher by this."""
+    found: Floats = share / (share + (1.0 - share) * np.exp(-shift))
+    return found
+
+
+def _limit(chances: Floats) -> Floats:
+    return np.minimum(MOST, np.maximum(LEAST, chances))
 
 
 class Acceptance:
     """Chances of drafts, by drafter, confidence and request."""
 
     def __init__(self) -> None:
-        self._buckets: dict[str, list[_Count]] = {}
-        self._requests: dict[Hashable, dict[str, Chances]] = {}
+        self._drafters: dict[str, Chances] = {}
+        self._rows: dict[Hashable, int] = {}
+        self._free: list[int] = []
 
-    def chances(self, drafter: str, request: Hashable) -> Chances:
-        """Return what is known of a drafter's drafts for a request."""
-        known = self._requests.setdefault(request, {})
-        if drafter not in known:
-            if drafter not in self._buckets:
-                self._buckets[drafter] = [
-                    _Count(prior(bucket) * PRIOR_WEIGHT, PRIOR_WEIGHT)
-                    for bucket in range(len(EDGES) + 1)
-                ]
-            known[drafter] = Chances(self._buckets[drafter])
-        return known[drafter]
+    def chances(self, drafter: str) -> Chances:
+        """Return what is known of a drafter's drafts."""
+        if drafter not in self._drafters:
+            self._drafters[drafter] = Chances()
+        return self._drafters[drafter]
+
+    def rows(self, requests: Sequence[Hashable]) -> Ints:
+        """Return the row of each request; a new one gets one."""
+        rows = self._rows
+        try:
+            return np.fromiter((rows[request] for request in requests), np.int64, len(requests))
+        except KeyError:
+            for request in requests:
+                if request not in rows:
+                    rows[request] = self._free.pop() if self._free else len(rows)
+            return self.rows(requests)
 
     def forget(self, request: Hashable) -> None:
         """Drop what is known of a request that has ended."""
-        self._requests.pop(request, None)
+        row = self._rows.pop(request, None)
+        if row is not None:
+            self._free.append(row)
+            for chances in self._drafters.values():
+                chances.forget(row)

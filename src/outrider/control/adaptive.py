@@ -30,25 +30,27 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from outrider.control.acceptance import Acceptance
+from outrider.control.acceptance import Acceptance, Bools
 from outrider.control.brake import Brake
 from outrider.control.cost import KNOTS, StepCost
-from outrider.control.policy import Choice, choose
+from outrider.control.policy import best_goodput, choose
 from outrider.core import (
     ROOT,
     Budget,
     Draft,
     Drafter,
+    Floats,
+    Ints,
     Law,
     Outcome,
+    Outcomes,
     Proposal,
     Request,
     chain,
@@ -56,7 +58,7 @@ from outrider.core import (
     survival,
     unite,
 )
-from outrider.drafters import NgramDrafter, SuffixDrafter
+from outrider.drafters import SuffixDrafter
 
 MARGIN = 0.05
 """By which share drafting must promise more than plain decoding, and a model more than without."""
@@ -86,24 +88,6 @@ class PassingDrafter(Drafter, Protocol):
     def catch_up(self, requests: Sequence[Request]) -> int:
         """Read a part of what is unread of requests that are not ready. Return how many tokens."""
         ...
-
-
-@dataclass
-class _Plan:
-    """What was offered to a request in a step, and what was made of it.
-
-    offers: drafters and what they said, the draft model first
-    tree: all of it, or the best of it
-    survival: of each draft of the tree
-    sources: for each of them, who said it first
-    used: who said the first of those that are verified; "" if none is
-    """
-
-    offers: list[tuple[str, Draft[Law]]] = field(default_factory=list)
-    tree: Draft[Law] = field(default_factory=lambda: chain(()))
-    survival: list[float] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    used: str = ""
 
 
 @dataclass
@@ -144,6 +128,61 @@ class Step:
         }
 
 
+@dataclass(frozen=True, eq=False)
+class _Offer:
+    """What a drafter said in a step.
+
+    chances: [M] of each of its drafts, given that all above it are accepted
+    """
+
+    name: str
+    drafts: Proposal[Law]
+    chances: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What there is to choose from: what all drafters said, joined into a tree for each request.
+
+    sources: [M] who said each draft first, as a number of an offer
+    survival: [M]
+    """
+
+    tree: Proposal[Law]
+    sources: Ints
+    survival: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class _Last:
+    """The last proposal, and whose drafts it has.
+
+    sources: [M] who said each draft, as a number of an offer
+    """
+
+    requests: Sequence[Request]
+    proposal: Proposal[Law]
+    sources: Ints
+    offers: Sequence[_Offer]
+
+    def names(self) -> list[str]:
+        """Return who drafted for each request: who said its first draft; "" if nobody."""
+        names, starts = [""] * len(self.requests), self.proposal.starts
+        for r in np.flatnonzero(self.proposal.num_drafts).tolist():
+            names[r] = self.offers[self.sources[starts[r]]].name
+        return names
+
+
+@dataclass(frozen=True, eq=False)
+class _Done:
+    """A step that is over, and what is still to be learnt from it."""
+
+    step: Step
+    offers: Sequence[_Offer]
+    rows: Ints
+    outcomes: Outcomes
+
+
 class AdaptiveDrafter:
     """Chooses, for each request and step, who drafts and how much is verified.
 
@@ -170,7 +209,10 @@ class AdaptiveDrafter:
         self._free, self._model, self._margin, self._clock = dict(free), model, margin, clock
         self._on_step = on_step
         self._step: Step | None = None
-        self._plans: dict[int, _Plan] = {}
+        self._offers: list[_Offer] = []
+        self._rows: Ints = np.empty(0, np.int64)
+        self._last = _Last((), Proposal.empty(0), self._rows, ())
+        self._done: _Done | None = None
         # steps since the model last drafted for a request, and for anyone
         self._idle: dict[int, int] = {}
         self._rest = 0
@@ -186,55 +228,69 @@ class AdaptiveDrafter:
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Let every drafter forget, and forget what was learnt of the requests."""
+        self.meanwhile()
         for drafter in self._drafters:
             drafter.stop(requests)
         for request in requests:
             self.acceptance.forget(request.id)
-            self._plans.pop(request.id, None)
             self._idle.pop(request.id, None)
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Return what is expected to emit the most tokens a second."""
         context = sum(request.length for request in requests)
         self._step = step = Step(self._clock(), len(requests), context)
-        plans = [_Plan() for _ in requests]
-        self._plans = {request.id: plan for request, plan in zip(requests, plans, strict=True)}
+        self._rows = self.acceptance.rows([request.id for request in requests])
+        self._offers = []
+        if not self.cost.verify.has_seen(len(requests)):
+            self.meanwhile()  # it may just have been seen
         if not self.brake.is_on:
-            self._offer_free(requests, budget, plans)
-        best = self._choose(requests, budget, plans, step)
-        drafts = []
-        for plan, nodes in zip(plans, best.nodes, strict=True):
-            if nodes:
-                plan.used = plan.sources[nodes[0]]
-                step.drafters[plan.used] += 1
-            drafts.append(plan.tree.keep(nodes))
-        proposal = Proposal.of(drafts)
+            for name, drafter in self._free.items():
+                self._add_offer(name, drafter.propose(requests, budget))
+        plan = self._join(budget)
+        plan, nodes = self._choose(requests, budget, plan, step)
+        proposal = plan.tree.take(nodes) if len(nodes) else Proposal.empty(len(requests))
+        self._last = _Last(requests, proposal, plan.sources[nodes], self._offers)
         step.rows, step.proposed = proposal.num_rows, self._clock()
         return proposal
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn from what became of the drafts, and from what others would have drafted."""
+        """Tell every drafter what was emitted; the rest is learnt later, by `meanwhile`."""
+        self.meanwhile()
+        done = Outcomes.of(outcomes)
         if self._step is not None:
-            self._end_step(self._step, outcomes)
-        for outcome in outcomes:
-            plan = self._plans.get(outcome.request.id)
-            # a request that ended may have ended inside its accepted drafts
-            if plan is not None and outcome.finish_reason is None:
-                self._learn(outcome, plan)
+            step, self._step = self._step, None
+            step.seconds, step.tokens = self._clock() - step.t, len(done.tokens)
+            self._done = _Done(step, self._offers, self._rows, done)
+            if self._on_step is not None:
+                step.drafters.update(name for name in self._last.names() if name)
         for drafter in self._drafters:
-            drafter.observe(outcomes)
+            drafter.observe(done)
+
+    def meanwhile(self) -> None:
+        """Learn from the last step: how long it took, what became of its drafts, and what others
+        would have drafted."""
+        if self._done is None:
+            return
+        done, self._done = self._done, None
+        self._end_step(done.step)
+        for offer in done.offers:
+            self._learn(offer, done)
 
     def used(self, request: Request) -> str:
         """Return who drafted for a request in the last step; "" if nobody."""
-        plan = self._plans.get(request.id)
-        return plan.used if plan is not None else ""
+        names = zip(self._last.requests, self._last.names(), strict=True)
+        return next((name for other, name in names if other is request), "")
 
-    def _end_step(self, step: Step, outcomes: Sequence[Outcome]) -> None:
-        self._step, now = None, self._clock()
-        step.seconds, step.tokens = now - step.t, sum(len(o.tokens) for o in outcomes)
+    def used_by(self, requests: Sequence[Request]) -> list[str]:
+        """Return who drafted for each of the last step's requests; "" if nobody."""
+        if self._last.requests is requests:
+            return self._last.names()
+        return [self.used(request) for request in requests]
+
+    def _end_step(self, step: Step) -> None:
         # a device makes the target wait for what is queued before: such a step says nothing
         if not step.caught_up:
-            self._learn_times(step, now - step.proposed)
+            self._learn_times(step, step.t + step.seconds - step.proposed)
         if self._on_step is not None:
             self._on_step(step)
 
@@ -248,118 +304,98 @@ class AdaptiveDrafter:
 
     # -- what there is
 
-    def _offer_free(
-        self, requests: Sequence[Request], budget: Budget, plans: Sequence[_Plan]
-    ) -> None:
-        for name, drafter in self._free.items():
-            drafts = drafter.propose(requests, budget).drafts()
-            for plan, draft in zip(plans, drafts, strict=True):
-                if draft.tokens:
-                    plan.offers.append((name, draft))
-        for request, plan, most in zip(requests, plans, budget.max_drafts, strict=True):
-            self._grow(request, plan, budget.trees, most)
+    def _add_offer(self, name: str, drafts: Proposal[Law]) -> None:
+        rows, sure = self._rows[drafts.owners], drafts.confidences
+        chances = self.acceptance.chances(name).of(rows, sure)
+        if not drafts.is_chain:
+            beside = drafts.ranks > 0
+            others = self.acceptance.chances(self._siblings[name])
+            chances[beside] = others.of(rows[beside], sure[beside])
+        self._offers.append(_Offer(name, drafts, chances))
 
-    def _grow(self, request: Request, plan: _Plan, trees: bool, most: int) -> None:
-        """Make a tree of the offers, and say what each of its drafts is worth."""
-        if not plan.offers:
-            return
-        chances = [self._chances(name, request, draft) for name, draft in plan.offers]
-        if trees and len(plan.offers) > 1:
-            found = _join(plan, chances)
-        else:
-            worth = [sum(accumulate(offered, mul)) for offered in chances]
-            best = worth.index(max(worth))
-            (name, plan.tree), found = plan.offers[best], chances[best]
-            plan.sources = [name] * len(found)
-        plan.survival = survival(plan.tree.parents, found)
-        if len(found) > most:
-            nodes = likeliest(plan.survival, most)
-            plan.tree = plan.tree.keep(nodes)
-            plan.survival = [plan.survival[node] for node in nodes]
-            plan.sources = [plan.sources[node] for node in nodes]
-
-    def _chances(self, name: str, request: Request, draft: Draft[Law]) -> list[float]:
-        first = self.acceptance.chances(name, request.id)
-        others = self.acceptance.chances(self._siblings[name], request.id)
-        seen: set[int] = set()
-        found = []
-        for parent, sure in zip(draft.parents, draft.sure, strict=True):
-            found.append((others if parent in seen else first).of(sure))
-            seen.add(parent)
-        return found
+    def _join(self, budget: Budget) -> _Plan:
+        """Join what was offered, and say what each draft is worth."""
+        offers = self._offers
+        if not offers:
+            return _Plan(Proposal.empty(len(self._rows)), np.empty(0, np.int64), np.empty(0))
+        if len(offers) == 1:
+            (one,) = offers
+            sources = np.zeros(len(one.chances), np.int64)
+            return _Plan(one.drafts, sources, _survival(one.drafts, one.chances))
+        return _joined(offers, budget)
 
     # -- what is worth it
 
     def _choose(
-        self, requests: Sequence[Request], budget: Budget, plans: Sequence[_Plan], step: Step
-    ) -> Choice:
-        batch = len(requests)
-        nothing = Choice(((),) * batch, float(batch), 0.0)
+        self, requests: Sequence[Request], budget: Budget, plan: _Plan, step: Step
+    ) -> tuple[_Plan, Ints]:
+        """Return which drafts to verify, of which plan: the model may have added to it."""
+        batch, nothing = len(requests), np.empty(0, np.int64)
         if self.brake.is_on or not self.cost.verify.has_seen(batch):
-            return nothing
-        rows = batch + sum(budget.max_drafts)
+            return plan, nothing
+        rows = batch + int(budget.max_drafts.sum())
         seconds = self.cost.table(rows, step.context)
-        best = choose([plan.survival for plan in plans], seconds, self._margin)
-        goodput, users = self._consult(requests, budget, plans, best, seconds, step)
+        best = choose(plan.tree, plan.survival, seconds, self._margin)
+        goodput, users = self._consult(requests, budget, plan, best.goodput, seconds, step)
         size = self.cost.verify.knot(batch)
         self._since_plain[size] += 1
         if self._since_plain[size] >= CHECK and goodput * seconds[batch] < CLOSE * batch:
-            return nothing
-        if users:
-            self._ask(requests, budget, plans, users, goodput, step)
+            return plan, nothing
+        if len(users):
+            self._ask(requests, budget, users, goodput, step)
+            plan = self._join(budget)
             # the model's passes are paid for, but their time is part of the step
-            best = choose([plan.survival for plan in plans], seconds + step.drafted)
-        return best
+            best = choose(plan.tree, plan.survival, seconds + step.drafted)
+        return plan, best.nodes
 
     def _consult(
         self,
         requests: Sequence[Request],
         budget: Budget,
-        plans: Sequence[_Plan],
-        without: Choice,
-        seconds: NDArray[np.float64],
+        plan: _Plan,
+        without: float,
+        seconds: Floats,
         step: Step,
-    ) -> tuple[float, set[int]]:
+    ) -> tuple[float, Ints]:
         """Return the goodput to expect, and for whom the model should draft; for nobody, maybe.
 
-        Besides those for whom it is worth it, those for whom it may be: hope decides who is tried,
-        not what is expected.
+        Besides those for whom it is worth it, those for whom it may be: the optimistic estimate
+        decides who is tried, not what is expected.
+
+        without: the goodput without the model
         """
         if self._model is None:
-            return without.goodput, set()
-        ahead = _AHEAD.format(self._model.name)
-        chances, hopes = [], []
+            return without, np.empty(0, np.int64)
         self._rest += 1
-        for request in requests:
-            mine = self.acceptance.chances(ahead, request.id)
-            idle = self._idle[request.id] = self._idle.get(request.id, self._rest - 1) + 1
-            chances.append(mine.of(1.0))
-            hopes.append(mine.hope(1.0, idle))
-        unread = [self._model.unread(request) for request in requests]
-        ready = [self._model.ready(request) for request in requests]
-        if not all(ready):
+        idle = [self._idle.get(request.id, self._rest - 1) + 1 for request in requests]
+        self._idle.update(zip((request.id for request in requests), idle, strict=True))
+        known = self.acceptance.chances(_AHEAD.format(self._model.name))
+        sure = np.ones(len(requests))
+        unread = np.array([self._model.unread(request) for request in requests])
+        chances = known.optimistic(self._rows, sure, np.array(idle))
+        ready = np.array([self._model.ready(request) for request in requests])
+        if not ready.all():
             # reading costs once and serves all later steps: it is not held against this one
-            ones = [1] * len(requests)
-            wanted = self._best_users(hopes, without.goodput, budget, plans, ones, seconds)[1]
-            behind = [requests[r] for r in sorted(wanted) if not ready[r]]
+            ones = np.ones(len(requests), np.int64)
+            wanted = self._best_users(chances, without, budget, plan, ones, seconds)[1]
+            behind = [requests[r] for r in np.flatnonzero(wanted & ~ready).tolist()]
             step.caught_up = self._model.catch_up(behind)
-            most = tuple(k if ok else 0 for k, ok in zip(budget.max_drafts, ready, strict=True))
-            budget = replace(budget, max_drafts=most)
-        given = budget, plans, unread, seconds
-        expected, users = self._best_users(chances, without.goodput, *given)
-        if len(users) < len(requests):
-            users |= self._best_users(hopes, expected, *given)[1]
-        return expected, users
+            budget = replace(budget, max_drafts=np.where(ready, budget.max_drafts, 0))
+        given = budget, plan, unread, seconds
+        expected, users = self._best_users(known.of(self._rows, sure), without, *given)
+        if not users.all():
+            users = users | self._best_users(chances, expected, *given)[1]
+        return expected, np.flatnonzero(users)
 
     def _best_users(
         self,
-        chances: Sequence[float],
+        chances: Floats,
         goodput: float,
         budget: Budget,
-        plans: Sequence[_Plan],
-        unread: Sequence[int],
-        seconds: NDArray[np.float64],
-    ) -> tuple[float, set[int]]:
+        plan: _Plan,
+        unread: Ints,
+        seconds: Floats,
+    ) -> tuple[float, Bools]:
         """Return the best goodput with the model, and who would use it; nobody if not worth it.
 
         chances: for each request, of each draft that the model would make
@@ -367,46 +403,39 @@ class AdaptiveDrafter:
         unread: for each request, the tokens that the model has to read first
         seconds: of a step with so many rows, without drafting
         """
-        worth = [sum(plan.survival) for plan in plans]
-        best, found = goodput * (1 + self._margin), set[int]()
-        deepest = max(budget.max_drafts, default=0)
+        batch, owners = len(chances), plan.tree.owners
+        worth = np.bincount(owners, plan.survival, batch)
+        best, found = goodput * (1 + self._margin), np.zeros(batch, np.bool_)
+        deepest = int(budget.max_drafts.max(initial=0))
+        own = chances[:, None] ** np.arange(1, deepest + 1)
+        own[np.arange(deepest) >= budget.max_drafts[:, None]] = 0.0
         for depth in (d for d in DEPTHS if d <= deepest):
-            chains: list[Sequence[float]] = []
-            users = set()
-            for r, chance in enumerate(chances):
-                own = list(accumulate(repeat(chance, min(depth, budget.max_drafts[r])), mul))
-                if sum(own) > worth[r]:
-                    users.add(r)
-                chains.append(own if r in users else plans[r].survival)
-            if not users:
+            users = own[:, :depth].sum(1) > worth
+            if not users.any():
                 continue
-            passes = self.cost.drafting(depth, len(users), sum(unread[r] for r in users))
-            plan = choose(chains, seconds + passes)
-            if plan.goodput > best:
-                best, found = plan.goodput, users
-        return (best if found else goodput), found
+            chains = np.concatenate([own[users, :depth].ravel(), plan.survival[~users[owners]]])
+            passes = self.cost.drafting(depth, int(users.sum()), int(unread[users].sum()))
+            promised = best_goodput(chains, batch, seconds + passes)
+            if promised > best:
+                best, found = promised, users
+        return (best if found.any() else goodput), found
 
     def _ask(
-        self,
-        requests: Sequence[Request],
-        budget: Budget,
-        plans: Sequence[_Plan],
-        users: set[int],
-        goodput: float,
-        step: Step,
+        self, requests: Sequence[Request], budget: Budget, users: Ints, goodput: float, step: Step
     ) -> None:
         """Let the model draft for some requests, as long as a pass is worth its time."""
         assert self._model is not None
         self._rest = 0
-        for r in users:
+        for r in users.tolist():
             self._idle[requests[r].id] = 0
-        most = tuple(k if r in users else 0 for r, k in enumerate(budget.max_drafts))
+        most = np.zeros(len(requests), np.int64)
+        most[users] = budget.max_drafts[users]
         # one more pass of the model brings one more row of the target's for each user
-        rows = self.cost.verify.table(len(requests) + sum(most))
-        row = (rows[-1] - rows[len(requests)]) / sum(most)
+        rows = self.cost.verify.table(len(requests) + int(most.sum()))
+        row = (rows[-1] - rows[len(requests)]) / most.sum()
         gain = goodput * float(self.cost.draft.seconds(len(users)) + len(users) * row)
         gain = min(gain, 0.99 * len(users))  # who is asked drafts at least once
-        step.unread = sum(self._model.unread(requests[r]) for r in users)
+        step.unread = sum(self._model.unread(requests[r]) for r in users.tolist())
         started = self._clock()
         asked = replace(budget, max_drafts=most, min_gain=gain, chance=self._model_chance)
         proposal = self._model.propose(requests, asked)
@@ -414,60 +443,117 @@ class AdaptiveDrafter:
         step.draft_passes = max(1, proposal.max_depth)  # a chain as long as the deepest draft
         if not step.caught_up:
             self.cost.observe_drafting(step.draft_passes, len(users), step.unread, step.drafted)
-        for r, draft in enumerate(proposal.drafts()):
-            if draft.tokens:
-                plans[r].offers.insert(0, (self._model.name, draft))
-                self._grow(requests[r], plans[r], budget.trees, budget.max_drafts[r])
+        self._add_offer(self._model.name, proposal)
+        self._offers.insert(0, self._offers.pop())  # of two that say the same, it said it first
 
     def _model_chance(self, request: Request, confidence: float) -> float:
         """Return a chance to go on by: what was learnt on other texts may be too good for this."""
         assert self._model is not None
-        return min(confidence, self.acceptance.chances(self._model.name, request.id).of(confidence))
+        rows, known = self.acceptance.rows([request.id]), self.acceptance.chances(self._model.name)
+        return min(confidence, float(known.of(rows, np.array([confidence]))[0]))
 
     # -- what became of it
 
-    def _learn(self, outcome: Outcome, plan: _Plan) -> None:
-        """Score all that was offered by what was emitted."""
-        request, emitted = outcome.request, outcome.tokens
-        for name, draft in plan.offers:
-            first = self.acceptance.chances(name, request.id)
-            others = self.acceptance.chances(self._siblings[name], request.id)
-            is_model = self._model is not None and name == self._model.name
-            ahead = self.acceptance.chances(_AHEAD.format(name), request.id) if is_model else None
-            depths = {ROOT: 0}  # of the drafts that are part of the text
-            seen: set[int] = set()
-            for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-                depth = depths.get(parent)
-                # where the emitted tokens end, the offer may have been right for longer
-                if depth is None or depth >= len(emitted):
-                    continue
-                hit = token == emitted[depth]
-                (others if parent in seen else first).observe(draft.sure[node], hit)
-                if ahead is not None and parent not in seen:
-                    ahead.observe(1.0, hit)
-                seen.add(parent)
-                if hit:
-                    depths[node] = depth + 1
+    def _learn(self, offer: _Offer, done: _Done) -> None:
+        """Score what was offered by what was emitted, depth by depth."""
+        drafts, outcomes = offer.drafts, done.outcomes
+        tokens = drafts.tokens.numpy()
+        first, others = (
+            self.acceptance.chances(n) for n in (offer.name, self._siblings[offer.name])
+        )
+        is_model = self._model is not None and offer.name == self._model.name
+        ahead = self.acceptance.chances(_AHEAD.format(offer.name)) if is_model else None
+        # a request that ended may have ended inside its accepted drafts
+        goes_on = np.array([reason is None for reason in outcomes.finish_reasons])
+        # where the emitted tokens end, the offer may have been right for longer
+        lengths = np.where(goes_on, outcomes.num_tokens, 0)
+        right = np.zeros(len(tokens) + 1, np.bool_)
+        right[-1] = True  # the root's entry
+        above = np.where(
+            drafts.parents == ROOT, len(tokens), drafts.starts[drafts.owners] + drafts.parents
+        )
+        for depth in range(drafts.max_depth):
+            told = (drafts.depths == depth + 1) & right[above] & (depth < lengths[drafts.owners])
+            nodes = np.flatnonzero(told)
+            if not len(nodes):
+                break
+            owners = drafts.owners[nodes]
+            hits = tokens[nodes] == outcomes.tokens[outcomes.starts[owners] + depth]
+            right[nodes] = hits
+            for rank in range(int(drafts.ranks[nodes].max()) + 1):
+                mine = drafts.ranks[nodes] == rank
+                given = done.rows[owners[mine]], drafts.confidences[nodes[mine]], hits[mine]
+                (others if rank else first).observe(*given)
+                if ahead is not None and rank == 0:
+                    ahead.observe(given[0], np.ones(len(given[0])), given[2])
 
 
-def _join(plan: _Plan, chances: Sequence[Sequence[float]]) -> list[float]:
-    """Join the offers into one tree. Return the chance of each of its drafts, given its parent."""
-    plan.tree, places = unite([draft for _, draft in plan.offers])
-    found = [0.0] * len(plan.tree.tokens)
-    plan.sources = [""] * len(found)
+def _survival(drafts: Proposal[Law], chances: Floats) -> Floats:
+    """Return the chance of each draft that it and all above it are accepted."""
+    if drafts.is_chain:
+        table = np.ones((drafts.batch_size, drafts.max_depth))
+        table[drafts.owners, drafts.places] = chances
+        found: Floats = table.cumprod(1)[drafts.owners, drafts.places]
+        return found
+    above = np.where(
+        drafts.parents == ROOT, len(chances), drafts.starts[drafts.owners] + drafts.parents
+    )
+    found = np.append(chances, 1.0)
+    for depth in range(2, drafts.max_depth + 1):
+        level = np.flatnonzero(drafts.depths == depth)
+        found[level] *= found[above[level]]
+    return found[:-1]
+
+
+def _joined(offers: Sequence[_Offer], budget: Budget) -> _Plan:
+    """Join the offers into one tree for each request; without trees, take the best chain."""
+    drafts = [offer.drafts.drafts() for offer in offers]
+    spans = [np.split(offer.chances, offer.drafts.starts[1:-1]) for offer in offers]
+    trees: list[Draft[Law]] = []
+    sources: list[int] = []
+    worth: list[float] = []
+    for r, most in enumerate(budget.max_drafts.tolist()):
+        mine = [i for i in range(len(offers)) if drafts[i][r].tokens]
+        said = [(i, drafts[i][r], spans[i][r].tolist()) for i in mine]
+        tree, who, chances = _tree(said, budget.trees)
+        alive = survival(tree.parents, chances)
+        if len(alive) > most:
+            nodes = likeliest(alive, most)
+            tree = tree.keep(nodes)
+            alive, who = [alive[node] for node in nodes], [who[node] for node in nodes]
+        trees.append(tree)
+        sources += who
+        worth += alive
+    return _Plan(Proposal.of(trees), np.array(sources, np.int64), np.array(worth))
+
+
+Said = tuple[int, Draft[Law], list[float]]
+"""The number of an offer, its drafts for one request, and the chance of each."""
+
+
+def _tree(said: Sequence[Said], trees: bool) -> tuple[Draft[Law], list[int], list[float]]:
+    """Return one tree for what several say, who said each draft, and the chance of each."""
+    if not said:
+        return chain(()), [], []
+    if not trees or len(said) == 1:
+        worth = [sum(accumulate(chances, mul)) for _, _, chances in said]
+        i, draft, chances = said[worth.index(max(worth))]
+        return draft, [i] * len(chances), chances
+    tree, places = unite([draft for _, draft, _ in said])
+    found, who = [0.0] * len(tree.tokens), [-1] * len(tree.tokens)
     taken: defaultdict[int, float] = defaultdict(float)  # chance of a node's children so far
-    for (name, _), mine, offered in zip(plan.offers, places, chances, strict=True):
+    for (i, _, chances), mine in zip(said, places, strict=True):
         before = taken.copy()
-        for node, chance in zip(mine, offered, strict=True):
-            if not plan.sources[node]:
+        for node, chance in zip(mine, chances, strict=True):
+            if who[node] < 0:
                 # another drafter has spoken for the same place: both cannot be right
-                parent = plan.tree.parents[node]
+                parent = tree.parents[node]
                 found[node] = chance * (1.0 - min(1.0, before[parent]))
-                plan.sources[node] = name
+                who[node] = i
                 taken[parent] += found[node]
             else:
                 found[node] = max(found[node], chance)
-    return found
+    return tree, who, found
 
 
 def adaptive_drafter(
@@ -479,7 +565,7 @@ def adaptive_drafter(
 
     trace: a file to which each step is appended, as a line of JSON
     """
-    free = {"suffix": SuffixDrafter(min_vote=0.0), "ngram": NgramDrafter()}
+    free = {"suffix": SuffixDrafter(min_vote=0.0, min_match=2)}
     if trace is not None:
         file = Path(trace)
 

@@ -8,22 +8,22 @@ survivals) tokens and takes T(B + m) seconds. T is a staircase, so all m are tri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+
+from outrider.core import Floats, Ints, Law, Proposal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
-    """Which drafts of each request to verify, and what is expected of it.
+    """Which drafts of a batch to verify, and what is expected of it.
 
-    nodes: [B] of each request, the drafts to verify, in their order
+    nodes: [m] which of all drafts, in rising order
     tokens, seconds: of the step
     """
 
-    nodes: tuple[tuple[int, ...], ...]
+    nodes: Ints
     tokens: float
     seconds: float
 
@@ -34,33 +34,34 @@ class Choice:
 
 
 def choose(
-    survival: Sequence[Sequence[float]], seconds: NDArray[np.float64], margin: float = 0.0
+    proposal: Proposal[Law], survival: Floats, seconds: Floats, margin: float = 0.0
 ) -> Choice:
     """Return the drafts with the highest goodput.
 
     The same on every rank that is given the same numbers: of equal survivals the earlier draft,
     then the earlier request goes first, and of equal goodputs the fewest rows.
 
-    survival: for each request, of each of its drafts; none above its parent's, which comes first
+    survival: [M] of each draft; none above its parent's
     seconds: [at least B + 1] of a step with so many rows; there will be no more rows than it has
     margin: by which share drafting must beat plain decoding
     """
-    batch = len(survival)
-    counts = [len(chain) for chain in survival]
-    chances = np.fromiter((chance for chain in survival for chance in chain), np.float64)
-    owners = np.repeat(np.arange(batch), counts)
-    places = np.fromiter((i for count in counts for i in range(count)), np.int64, sum(counts))
-    order = np.lexsort((owners, places, -chances))[: len(seconds) - batch - 1]
-    tokens = batch + np.concatenate([[0.0], chances[order].cumsum()])
-    goodput = tokens / np.maximum(seconds[batch : batch + len(tokens)], 1e-12)
+    batch = proposal.batch_size
+    order = np.lexsort((proposal.owners, proposal.places, -survival))[: len(seconds) - batch - 1]
+    tokens, goodput = _goodputs(survival[order], batch, seconds)
     best = int(goodput.argmax())
     if goodput[best] <= goodput[0] * (1 + margin):
         best = 0
-    nodes: list[list[int]] = [[] for _ in survival]
-    for i in order[:best].tolist():
-        nodes[owners[i]].append(int(places[i]))
-    return Choice(
-        tuple(tuple(sorted(mine)) for mine in nodes),
-        float(tokens[best]),
-        float(seconds[batch + best]),
-    )
+    return Choice(np.sort(order[:best]), float(tokens[best]), float(seconds[batch + best]))
+
+
+def best_goodput(survival: Floats, batch: int, seconds: Floats) -> float:
+    """Return the highest goodput that drafts of these survivals make possible."""
+    falling = -np.sort(-survival)[: len(seconds) - batch - 1]
+    return float(_goodputs(falling, batch, seconds)[1].max())
+
+
+def _goodputs(falling: Floats, batch: int, seconds: Floats) -> tuple[Floats, Floats]:
+    """Return the tokens, and the tokens a second, of a step with 0, 1, ... of these drafts."""
+    tokens = np.full(len(falling) + 1, float(batch))
+    tokens[1:] += falling.cumsum()
+    return tokens, tokens / np.maximum(seconds[batch : batch + len(tokens)], 1e-12)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from outrider.core import Budget, Drafter, Law, Outcome, Proposal, Request
 
 RATE = 0.2
@@ -57,7 +59,7 @@ class TieredDrafter:
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Return so many drafts for each request."""
-        most = tuple(min(self.drafts, k) for k in budget.max_drafts)
+        most = np.minimum(self.drafts, budget.max_drafts)
         return self._model.propose(requests, replace(budget, max_drafts=most))
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:

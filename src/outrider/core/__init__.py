@@ -6,6 +6,8 @@ from outrider.core.proposal import (
     ROOT,
     ChainLaw,
     Draft,
+    Floats,
+    Ints,
     Law,
     PointMass,
     Proposal,
@@ -27,8 +29,8 @@ from outrider.core.rules import (
     verify_residual,
 )
 from outrider.core.sampling import Grammar, SamplingParams
-from outrider.core.settle import Outcome, settle
-from outrider.core.stats import Stats
+from outrider.core.settle import Outcome, Outcomes, settle
+from outrider.core.stats import Stats, at_least
 from outrider.core.target import TRANSFORMS, Rows, TargetLaw, target_law
 from outrider.errors import DraftFault, OutriderError, Unsupported
 
@@ -42,11 +44,14 @@ __all__ = [
     "DraftFault",
     "Drafter",
     "FinishReason",
+    "Floats",
     "Grammar",
     "Host",
+    "Ints",
     "KeyedCoins",
     "Law",
     "Outcome",
+    "Outcomes",
     "OutriderError",
     "PointMass",
     "Proposal",
@@ -62,6 +67,7 @@ __all__ = [
     "TargetLaw",
     "Unsupported",
     "Verdict",
+    "at_least",
     "chain",
     "gumbel_noise",
     "likeliest",

@@ -10,21 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from outrider.core.coins import Coins, Stream
-from outrider.core.proposal import Law, Proposal
+from outrider.core.proposal import Ints, Law, Proposal
 from outrider.core.request import Request
 from outrider.core.rules import RuleName, Verdict, verify
-from outrider.core.settle import Outcome, settle
+from outrider.core.settle import Outcome, Outcomes, settle
 from outrider.core.target import Rows, target_law
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Budget:
     """How much a drafter may propose in this step, and with which coins.
 
-    max_drafts: [B] the most drafts for each request, 0 included
+    max_drafts: [B] int64 the most drafts for each request, 0 included; any sequence will do
     rule: that will judge them. `match` has no use for the law of the drafts; a drafter that draws
           at random does best by guessing with the target's own coins, and calls its drafts a
           PointMass. The other rules want Sampled or Siblings, drawn with coins of their own.
@@ -36,12 +37,15 @@ class Budget:
           it a drafter has to believe itself
     """
 
-    max_drafts: tuple[int, ...]
+    max_drafts: Ints
     rule: RuleName
     coins: Coins
     trees: bool = True
     min_gain: float = 0.0
     chance: Callable[[Request, float], float] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_drafts", np.asarray(self.max_drafts, np.int64))
 
     def draft_seeds(self, seeds: Tensor, starts: Tensor) -> Tensor:
         """Return the seeds to draw drafts with, [N], for blocks that start at these positions."""
@@ -54,6 +58,10 @@ class Drafter(Protocol):
 
     `start` and `stop` frame a request's life; `propose` may be called for any of the requests in
     between, in any company; `observe` tells what was emitted, before the requests are extended.
+
+    *Later.* A drafter may have one more method, `meanwhile()`: what can wait. A host calls it while
+    the target's pass runs, if it can; so `observe` may leave there what the next proposal does not
+    need, and must not rely on the call.
 
     *Hidden states* (EAGLE, MTP). A drafter may have one more attribute, `hidden_layers`: the layers
     of the target whose output it wants to read. 0 is the embedding, i the output of layer i; the
@@ -105,7 +113,7 @@ class Step:
     proposal: Proposal[Any]
     logits: Tensor
     verdict: Verdict
-    outcomes: tuple[Outcome, ...]
+    outcomes: Outcomes
 
 
 def step(host: Host, drafter: Drafter, requests: Sequence[Request], budget: Budget) -> Step:

@@ -16,14 +16,21 @@ The logits of a row are the target's opinion of what follows that row's token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from copy import copy
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.core.lazy import lazy
 from outrider.errors import DraftFault
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 ROOT = -1
 """The parent of a draft that follows the request's last token."""
@@ -182,41 +189,53 @@ def unite(drafts: Sequence[Draft[Law]]) -> tuple[Draft[PointMass], list[list[int
     return Draft(tuple(tokens), tuple(parents), PointMass(), tuple(sure)), places
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Proposal(Generic[L_co]):
     """The drafts of a batch of requests: a forest, one tree for each, with the law of each.
 
+    The shape is flat arrays for the whole batch: nothing in it is an object for each request, so
+    that a step over many requests costs the host little more than one over few. `drafts` is the
+    view of them that is easy to read.
+
     tokens:     [M] int64, request by request, parents before children
-    num_drafts: [B]
-    parents:    [M] index of each draft's parent *among its request's drafts*, or ROOT
+    num_drafts: [B] int64
+    parents:    [M] int64 index of each draft's parent *among its request's drafts*, or ROOT
     laws:       [B]
     confidences: [M] how sure the drafter is of each draft; 1 where it does not say
     """
 
     tokens: Tensor
-    num_drafts: tuple[int, ...]
-    parents: tuple[int, ...]
+    num_drafts: Ints
+    parents: Ints
     laws: tuple[L_co, ...]
-    confidences: tuple[float, ...] = ()
+    confidences: Floats = field(default_factory=lambda: np.empty(0))
 
     def __post_init__(self) -> None:
-        total = sum(self.num_drafts)
-        if not self.confidences:
-            object.__setattr__(self, "confidences", (1.0,) * total)
-        if len(self.confidences) != total or not all(0 <= c <= 1 for c in self.confidences):
+        # any sequence of numbers will do
+        for name, kind in (("num_drafts", np.int64), ("parents", np.int64)):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), kind))
+        total, sure = int(self.num_drafts.sum()), np.asarray(self.confidences, np.float64)
+        object.__setattr__(self, "confidences", sure if sure.size else np.ones(max(0, total)))
+        if (
+            self.confidences.shape != (total,)
+            or not ((self.confidences >= 0) & (self.confidences <= 1)).all()
+        ):
             raise DraftFault(f"{total} drafts need as many confidences, from 0 to 1")
-        if self.tokens.shape != (total,) or len(self.parents) != total:
+        if self.tokens.shape != (total,) or self.parents.shape != (total,):
             raise DraftFault(f"{total} drafts announced, {tuple(self.tokens.shape)} given")
-        if len(self.laws) != len(self.num_drafts) or any(k < 0 for k in self.num_drafts):
+        if len(self.laws) != len(self.num_drafts) or (self.num_drafts < 0).any():
             raise DraftFault("each request needs one law and a number of drafts >= 0")
-        for start, count, law in zip(self.starts, self.num_drafts, self.laws, strict=False):
-            parents = self.parents[start : start + count]
-            if any(not ROOT <= parent < i for i, parent in enumerate(parents)):
-                raise DraftFault("a parent must come before its child")
-            if isinstance(law, Sampled) and parents != tuple(range(-1, count - 1)):
+        if ((self.parents < ROOT) | (self.parents >= self.places)).any():
+            raise DraftFault("a parent must come before its child")
+        if set(map(type, self.laws)) != {PointMass}:
+            self._check_laws()
+
+    def _check_laws(self) -> None:
+        for start, end, law in zip(self.starts, self.starts[1:], self.laws, strict=False):
+            if isinstance(law, Sampled) and (self.ranks[start:end] > 0).any():
                 raise DraftFault("Sampled is the law of a chain; a tree's is Siblings or PointMass")
-            if isinstance(law, (Sampled, Siblings)) and len(law.q) != count:
-                raise DraftFault(f"{count} drafts with {len(law.q)} rows of q")
+            if isinstance(law, (Sampled, Siblings)) and len(law.q) != end - start:
+                raise DraftFault(f"{end - start} drafts with {len(law.q)} rows of q")
 
     @staticmethod
     def of(drafts: Sequence[Draft[L_co]]) -> Proposal[L_co]:
@@ -224,25 +243,41 @@ class Proposal(Generic[L_co]):
         tokens = [token for draft in drafts for token in draft.tokens]
         return Proposal(
             tokens=torch.tensor(tokens, dtype=torch.int64),
-            num_drafts=tuple(len(draft.tokens) for draft in drafts),
-            parents=tuple(parent for draft in drafts for parent in draft.parents),
+            num_drafts=np.array([len(draft.tokens) for draft in drafts], np.int64),
+            parents=np.array([parent for draft in drafts for parent in draft.parents], np.int64),
             laws=tuple(draft.law for draft in drafts),
-            confidences=tuple(confidence for draft in drafts for confidence in draft.sure),
+            confidences=np.array([sure for draft in drafts for sure in draft.sure], np.float64),
         )
 
     @staticmethod
     def unclaimed(
-        tokens: Sequence[int], num_drafts: Sequence[int], parents: Sequence[int]
+        tokens: Sequence[int] | Ints,
+        num_drafts: Sequence[int] | Ints,
+        parents: Sequence[int] | Ints,
+        confidences: Sequence[float] | Floats = (),
     ) -> Proposal[PointMass]:
         """Return drafts of which nothing is claimed: those of all requests one after the other."""
-        laws = (PointMass(),) * len(num_drafts)
-        ids = torch.tensor(list(tokens), dtype=torch.int64)
-        return Proposal(ids, tuple(num_drafts), tuple(parents), laws)
+        return Proposal(
+            tokens=torch.from_numpy(np.asarray(tokens, np.int64)),
+            num_drafts=np.asarray(num_drafts, np.int64),
+            parents=np.asarray(parents, np.int64),
+            laws=(PointMass(),) * len(num_drafts),
+            confidences=np.asarray(confidences, np.float64),
+        )
 
     @staticmethod
+    def found(
+        tokens: Ints, num_drafts: Ints, parents: Ints, confidences: Floats
+    ) -> Proposal[PointMass]:
+        """Return the same as `unclaimed`, unchecked: of arrays that a lookup of ours made."""
+        laws = (PointMass(),) * len(num_drafts)
+        return _checked(torch.from_numpy(tokens), num_drafts, parents, laws, confidences)
+
+    @staticmethod
+    @lru_cache(maxsize=512)
     def empty(batch_size: int) -> Proposal[PointMass]:
         """Return the proposal that drafts nothing: plain decoding."""
-        return Proposal.of([chain(())] * batch_size)
+        return Proposal.unclaimed((), np.zeros(batch_size, np.int64), ())
 
     @staticmethod
     def join(parts: Sequence[tuple[Sequence[int], Proposal[L_co]]]) -> Proposal[L_co]:
@@ -250,37 +285,58 @@ class Proposal(Generic[L_co]):
 
         The places of all parts together are 0, 1, ..., B - 1.
         """
-        where = {r: (part, i) for rs, part in parts for i, r in enumerate(rs)}
-        return Proposal.pick([where[r] for r in range(len(where))])
+        order = np.concatenate([np.asarray(rs, np.int64) for rs, _ in parts])
+        counts = np.concatenate([part.num_drafts for _, part in parts])
+        back = np.argsort(order)
+        # where the drafts of each request begin, in the parts put together
+        begins = (counts.cumsum() - counts)[back]
+        source = _ranges(begins, counts[back])
+        laws = [law for _, part in parts for law in part.laws]
+        return _checked(
+            torch.cat([part.tokens for _, part in parts])[torch.from_numpy(source)],
+            counts[back],
+            np.concatenate([part.parents for _, part in parts])[source],
+            tuple(laws[i] for i in back.tolist()),
+            np.concatenate([part.confidences for _, part in parts])[source],
+        )
 
-    @staticmethod
-    def pick(chosen: Sequence[tuple[Proposal[L_co], int]]) -> Proposal[L_co]:
-        """Return a proposal in which each request has the drafts of some request of another."""
-        spans = [(part, slice(part.starts[i], part.starts[i + 1])) for part, i in chosen]
-        tokens = [part.tokens[span] for part, span in spans]
-        return Proposal(
-            tokens=torch.cat(tokens),
-            num_drafts=tuple(part.num_drafts[i] for part, i in chosen),
-            parents=tuple(parent for part, span in spans for parent in part.parents[span]),
-            laws=tuple(part.laws[i] for part, i in chosen),
-            confidences=tuple(sure for part, span in spans for sure in part.confidences[span]),
+    def take(self, nodes: Ints) -> Proposal[PointMass]:
+        """Return these drafts alone, in this order; each one's parent must be among them.
+
+        Nothing is claimed of them any more: a draft left out for what it is would change its law.
+
+        nodes: [m] which drafts of the whole batch, in rising order
+        """
+        owners, parents = self.owners[nodes], self.parents[nodes]
+        counts = np.bincount(owners, minlength=self.batch_size)
+        starts = counts.cumsum() - counts
+        place = np.full(len(self.parents) + 1, ROOT)  # the last entry is the root's
+        place[nodes] = np.arange(len(nodes)) - starts[owners]
+        above = np.where(parents == ROOT, len(self.parents), self.starts[owners] + parents)
+        return _checked(
+            self.tokens[torch.from_numpy(nodes)],
+            counts,
+            place[above],
+            (PointMass(),) * self.batch_size,
+            self.confidences[nodes],
         )
 
     def drafts(self) -> list[Draft[L_co]]:
         """Return the drafts of each request. Waits for the device."""
-        tokens, found = self.tokens.tolist(), []
-        for start, end, law in zip(self.starts, self.starts[1:], self.laws, strict=False):
+        tokens, parents, sure = self.tokens.tolist(), self.parents.tolist(), self.confidences
+        found, starts, sure = [], self.starts.tolist(), sure.tolist()
+        for start, end, law in zip(starts, starts[1:], self.laws, strict=False):
             span = slice(start, end)
-            found.append(
-                Draft(tuple(tokens[span]), self.parents[span], law, self.confidences[span])
-            )
+            found.append(Draft(tuple(tokens[span]), tuple(parents[span]), law, tuple(sure[span])))
         return found
 
     def to(self, device: torch.device) -> Proposal[L_co]:
         """Return the proposal with its tokens on this device."""
         if self.tokens.device == device:
             return self
-        return replace(self, tokens=self.tokens.to(device))
+        moved = copy(self)  # with the layout that was worked out
+        object.__setattr__(moved, "tokens", self.tokens.to(device, non_blocking=True))
+        return moved
 
     @property
     def batch_size(self) -> int:
@@ -292,81 +348,80 @@ class Proposal(Generic[L_co]):
         """N = M + B: a row for each draft and one for each root."""
         return len(self.parents) + self.batch_size
 
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
+    @lazy
+    def starts(self) -> Ints:
         """[B + 1] where each request's drafts begin, and M."""
-        starts = [0]
-        for count in self.num_drafts:
-            starts.append(starts[-1] + count)
-        return tuple(starts)
+        starts = np.zeros(self.batch_size + 1, np.int64)
+        np.cumsum(self.num_drafts, out=starts[1:])
+        return starts
 
-    @cached_property
-    def depths(self) -> tuple[int, ...]:
-        """[M] the number of drafts on the path to each draft, itself included."""
-        depths: list[int] = []
-        for start, parent in zip(self._owner_starts, self.parents, strict=True):
-            depths.append(1 if parent == ROOT else depths[start + parent] + 1)
-        return tuple(depths)
+    @lazy
+    def owners(self) -> Ints:
+        """[M] the request of each draft."""
+        return np.repeat(np.arange(self.batch_size), self.num_drafts)
 
-    @property
+    @lazy
+    def places(self) -> Ints:
+        """[M] the index of each draft among its request's."""
+        return np.arange(len(self.parents)) - np.repeat(self.starts[:-1], self.num_drafts)
+
+    @lazy
     def is_chain(self) -> bool:
         """Whether no request's drafts branch."""
-        return not any(self.ranks)
+        return bool((self.parents == self.places - 1).all())
+
+    @lazy
+    def depths(self) -> Ints:
+        """[M] the number of drafts on the path to each draft, itself included."""
+        if self.is_chain:
+            return self.places + 1
+        above = np.where(self.parents == ROOT, ROOT, self.starts[self.owners] + self.parents)
+        depths, at = np.ones(len(above), np.int64), above
+        while (inside := at != ROOT).any():
+            depths += inside
+            at = np.where(inside, above[at], ROOT)
+        return depths
 
     @property
     def max_depth(self) -> int:
         """D, the most drafts that one request can have accepted."""
-        return max(self.depths, default=0)
+        return int(self.depths.max(initial=0))
 
-    @cached_property
-    def owners(self) -> tuple[int, ...]:
-        """[M] the request of each draft."""
-        return tuple(r for r, count in enumerate(self.num_drafts) for _ in range(count))
-
-    @cached_property
-    def _owner_starts(self) -> tuple[int, ...]:
-        return tuple(self.starts[r] for r in self.owners)
-
-    @cached_property
-    def root_rows(self) -> tuple[int, ...]:
+    @lazy
+    def root_rows(self) -> Ints:
         """[B] the row of each request's last token."""
-        return tuple(start + r for r, start in enumerate(self.starts[:-1]))
+        return self.starts[:-1] + np.arange(self.batch_size)
 
-    @cached_property
-    def draft_rows(self) -> tuple[int, ...]:
+    @lazy
+    def draft_rows(self) -> Ints:
         """[M] the row of each draft."""
-        return tuple(i + r + 1 for i, r in enumerate(self.owners))
+        return np.arange(1, len(self.parents) + 1) + self.owners
 
-    @cached_property
-    def parent_rows(self) -> tuple[int, ...]:
+    @lazy
+    def parent_rows(self) -> Ints:
         """[M] the row whose logits judge each draft."""
-        return tuple(
-            self.root_rows[r] + 1 + parent
-            for r, parent in zip(self.owners, self.parents, strict=True)
-        )
+        return self.root_rows[self.owners] + 1 + self.parents
 
-    @cached_property
-    def row_owners(self) -> tuple[int, ...]:
+    @lazy
+    def row_owners(self) -> Ints:
         """[N] the request of each row."""
-        return tuple(r for r, count in enumerate(self.num_drafts) for _ in range(count + 1))
+        return np.repeat(np.arange(self.batch_size), self.num_drafts + 1)
 
-    @cached_property
-    def row_depths(self) -> tuple[int, ...]:
+    @lazy
+    def row_depths(self) -> Ints:
         """[N] how far each row lies beyond its request's last token."""
-        depths = [0] * self.num_rows
-        for row, depth in zip(self.draft_rows, self.depths, strict=True):
-            depths[row] = depth
-        return tuple(depths)
+        depths = np.zeros(self.num_rows, np.int64)
+        depths[self.draft_rows] = self.depths
+        return depths
 
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
+    @lazy
+    def ranks(self) -> Ints:
         """[M] each draft's place among its siblings, from 0."""
-        seen: dict[int, int] = {}
-        ranks = []
-        for row in self.parent_rows:
-            ranks.append(seen.get(row, 0))
-            seen[row] = ranks[-1] + 1
-        return tuple(ranks)
+        order = np.argsort(self.parent_rows, kind="stable")
+        rows = self.parent_rows[order]
+        ranks = np.empty(len(rows), np.int64)
+        ranks[order] = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        return ranks
 
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """Return, for each row, the draft tokens from the root to it: [N] of differing length.
@@ -376,8 +431,9 @@ class Proposal(Generic[L_co]):
         """
         tokens = self.tokens.tolist()
         paths: list[tuple[int, ...]] = [()] * self.num_rows
-        for i, (row, parent_row) in enumerate(zip(self.draft_rows, self.parent_rows, strict=True)):
-            paths[row] = (*paths[parent_row], tokens[i])
+        rows = zip(self.draft_rows.tolist(), self.parent_rows.tolist(), strict=True)
+        for token, (row, parent_row) in zip(tokens, rows, strict=True):
+            paths[row] = (*paths[parent_row], token)
         return tuple(paths)
 
     def dense_q(self, like: Tensor) -> Tensor:
@@ -386,6 +442,24 @@ class Proposal(Generic[L_co]):
         like: [.., V] gives the vocabulary and the type
         """
         q = like.new_zeros((len(self.parents), like.shape[-1]))
-        for start, end, law in zip(self.starts[:-1], self.starts[1:], self.laws, strict=True):
-            q[start:end] = law.dense(self.tokens[start:end], self.parents[start:end], like)
+        parents, starts = self.parents.tolist(), self.starts.tolist()
+        for start, end, law in zip(starts, starts[1:], self.laws, strict=False):
+            q[start:end] = law.dense(self.tokens[start:end], parents[start:end], like)
         return q
+
+
+def _checked(
+    tokens: Tensor, num_drafts: Ints, parents: Ints, laws: tuple[L_co, ...], confidences: Floats
+) -> Proposal[L_co]:
+    """Return a proposal made of parts of one that has been checked: it is not checked again."""
+    made: Proposal[L_co] = object.__new__(Proposal)
+    made.__dict__.update(
+        tokens=tokens, num_drafts=num_drafts, parents=parents, laws=laws, confidences=confidences
+    )
+    return made
+
+
+def _ranges(begins: Ints, counts: Ints) -> Ints:
+    """Return begin, begin + 1, ... (count of them) for each pair, one after the other."""
+    ends = counts.cumsum()
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - (ends - counts), counts)

@@ -18,14 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.coins import Coins, Stream
-from outrider.core.proposal import ChainLaw, Law, Proposal, Siblings
+from outrider.core.proposal import ChainLaw, Ints, Law, Proposal, Siblings
 from outrider.core.target import TargetLaw
 from outrider.errors import Unsupported
 
+Bools = NDArray[np.bool_]
 RuleName = Literal["match", "residual", "block"]
 
 
@@ -47,31 +50,68 @@ class Verdict:
         """[B] how many drafts each request may keep."""
         return (self.accepted >= 0).sum(-1)
 
-    def emitted(self, proposal: Proposal[Law]) -> list[tuple[list[int], list[int]]]:
-        """Return for each request the tokens it may emit, and the rows that judged them.
+    def emitted(self, proposal: Proposal[Law]) -> tuple[Ints, Ints, Ints]:
+        """Return the tokens that may be emitted, the rows that judged them, and how many: [B].
 
-        Rows are counted among the request's own: 0 is its root. Waits for the device.
+        Tokens and rows stand request by request. Rows are counted among the request's own: 0 is its
+        root. Waits for the device, once; not at all for a verdict of `match`, which has waited.
         """
-        drafts = proposal.tokens.tolist()
-        emitted = []
-        numbers = zip(self.accepted.tolist(), self.next_tokens.tolist(), strict=True)
-        for start, (accepted, next_token) in zip(proposal.starts, numbers, strict=False):
-            path = [i for i in accepted if i >= 0]
-            tokens = [*(drafts[start + i] for i in path), next_token]
-            emitted.append((tokens, [0, *(i + 1 for i in path)]))
-        return emitted
+        on_host = torch.cat([self.accepted, self.next_tokens[:, None]], 1).cpu().numpy()
+        if not len(proposal.parents):
+            ones = np.ones(len(on_host), np.int64)
+            return on_host[:, -1], ones - 1, ones
+        drafts = proposal.tokens.cpu().numpy()
+        accepted, counts = on_host[:, :-1], (on_host[:, :-1] >= 0).sum(-1) + 1
+        kept = accepted >= 0
+        ends = counts.cumsum()
+        is_last = np.zeros(ends[-1] if len(ends) else 0, np.bool_)
+        is_last[ends - 1] = True
+        tokens = np.empty(len(is_last), np.int64)
+        tokens[is_last] = on_host[:, -1]
+        rows = np.zeros(len(is_last), np.int64)
+        if len(is_last) > len(counts):
+            tokens[~is_last] = drafts[(proposal.starts[:-1, None] + accepted)[kept]]
+            rows[np.flatnonzero(~is_last) + 1] = accepted[kept] + 1
+        return tokens, rows, counts
 
 
 def match(y: Tensor, proposal: Proposal[Law]) -> Verdict:
     """Accept each draft while it is the token that the target emits there.
 
+    Waits for the device, once: what follows is arithmetic on a few integers of the host's.
+
     y: [N] the target's own token at each row, whoever drew it
     """
-    matches = y[list(proposal.parent_rows)] == proposal.tokens
-    walk = _Walk(proposal)
-    for depth in range(proposal.max_depth):
-        walk.descend(depth, matches)
-    return walk.verdict(y[walk.rows])
+    if not len(proposal.parents):
+        return Verdict(torch.empty(len(y), 0, dtype=y.dtype), y.cpu())
+    emitted, drafts = y.cpu().numpy(), proposal.tokens.cpu().numpy()
+    accepted, last = _walk(emitted[proposal.parent_rows] == drafts, proposal)
+    return Verdict(torch.from_numpy(accepted), torch.from_numpy(emitted[last]))
+
+
+def _walk(hits: Bools, proposal: Proposal[Law]) -> tuple[Ints, Ints]:
+    """Go down each request's tree along its hits, of siblings along the first.
+
+    Returns the draft at each depth, [B, D], -1 beyond the last; and the row where each walk ends.
+
+    hits: [M] whether each draft is what the target emits there
+    """
+    at = proposal.root_rows.copy()
+    depths = np.arange(proposal.max_depth)
+    if proposal.is_chain:
+        misses = (~hits).cumsum()
+        before = np.concatenate([[0], misses])[proposal.starts[:-1]]
+        reached = proposal.owners[misses == before[proposal.owners]]
+        kept = np.bincount(reached, minlength=proposal.batch_size)
+        return np.where(depths < kept[:, None], depths, -1), at + kept
+    accepted = np.full((proposal.batch_size, len(depths)), -1)
+    for depth in depths.tolist():
+        level = np.flatnonzero(hits & (proposal.depths == depth + 1))
+        level = level[at[proposal.owners[level]] == proposal.parent_rows[level]]
+        owners, first = np.unique(proposal.owners[level], return_index=True)
+        accepted[owners, depth] = proposal.places[level[first]]
+        at[owners] = proposal.draft_rows[level[first]]
+    return accepted, at
 
 
 def verify_match(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verdict:
@@ -90,15 +130,15 @@ def verify_residual(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verd
     """
     probs = p.probs()
     tokens, q = proposal.tokens, proposal.dense_q(probs)
-    roots = list(proposal.root_rows)
+    roots = torch.from_numpy(proposal.root_rows).to(probs.device)
     starts = p.positions[roots]
     accept_seeds = coins.fork(p.seeds[roots], Stream.ACCEPT, starts)
-    ranks = torch.tensor(proposal.ranks, device=probs.device)
+    ranks = torch.from_numpy(proposal.ranks).to(probs.device)
     walk = _Walk(proposal)
     left = probs[roots]  # [B, V] the target's law at the walk's row, less what siblings took
 
     for depth in range(proposal.max_depth):
-        for rank in range(max(proposal.ranks) + 1):
+        for rank in range(int(proposal.ranks.max()) + 1):
             # this sibling of each request that stands at its parent; one that has moved does not
             i = (walk.children(depth) & (ranks == rank)).nonzero().squeeze(-1)
             r, x = walk.owners[i], tokens[i]
@@ -127,9 +167,9 @@ def verify_block(p: TargetLaw, proposal: Proposal[ChainLaw], coins: Coins) -> Ve
     probs = p.probs()
     q = proposal.dense_q(probs)
     batch, depth, device = proposal.batch_size, proposal.max_depth, probs.device
-    roots = torch.tensor(proposal.root_rows, device=device)
-    starts = torch.tensor(proposal.starts[:-1], device=device)
-    counts = torch.tensor(proposal.num_drafts, device=device)
+    roots = torch.from_numpy(proposal.root_rows).to(device)
+    starts = torch.from_numpy(proposal.starts[:-1]).to(device)
+    counts = torch.from_numpy(proposal.num_drafts).to(device)
     positions = p.positions[roots]
     seeds = coins.fork(p.seeds[roots], Stream.ACCEPT, positions)
 
@@ -182,12 +222,12 @@ class _Walk:
 
     def __init__(self, proposal: Proposal[Law]) -> None:
         device = proposal.tokens.device
-        self.rows = torch.tensor(proposal.root_rows, device=device)
-        self.owners = torch.tensor(proposal.owners, dtype=torch.int64, device=device)
-        self.starts = torch.tensor(proposal.starts[:-1], device=device)
-        self._depths = torch.tensor(proposal.depths, device=device)
-        self._draft_rows = torch.tensor(proposal.draft_rows, dtype=torch.int64, device=device)
-        self._parent_rows = torch.tensor(proposal.parent_rows, dtype=torch.int64, device=device)
+        self.rows = torch.from_numpy(proposal.root_rows).to(device, copy=True)
+        self.owners = torch.from_numpy(proposal.owners).to(device)
+        self.starts = torch.from_numpy(proposal.starts[:-1]).to(device)
+        self._depths = torch.from_numpy(proposal.depths).to(device)
+        self._draft_rows = torch.from_numpy(proposal.draft_rows).to(device)
+        self._parent_rows = torch.from_numpy(proposal.parent_rows).to(device)
         shape = (proposal.batch_size, proposal.max_depth)
         self._accepted = torch.full(shape, -1, dtype=torch.int64, device=device)
 
@@ -200,14 +240,6 @@ class _Walk:
         owners = self.owners[drafts]
         self.rows[owners] = self._draft_rows[drafts]
         self._accepted[owners, depth] = drafts - self.starts[owners]
-
-    def descend(self, depth: int, accepted: Tensor) -> None:
-        """Go down to each walk's first accepted child, if it has one. accepted: [M] bool."""
-        drafts = (self.children(depth) & accepted).nonzero().squeeze(-1)
-        none = len(self.owners)
-        first = torch.full_like(self.rows, none)
-        first.scatter_reduce_(0, self.owners[drafts], drafts, "amin")
-        self.move(depth, first[first < none])
 
     def verdict(self, next_tokens: Tensor) -> Verdict:
         """Return the verdict, given the token that follows each walk's end, [B]."""

@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.core.proposal import Law, Proposal
-from outrider.core.settle import Outcome
+import numpy as np
+
+from outrider.core.proposal import Ints, Law, Proposal
+from outrider.core.settle import Outcome, Outcomes
 
 
 @dataclass
@@ -35,17 +37,15 @@ class Stats:
 
     def record(self, outcomes: Sequence[Outcome], proposal: Proposal[Law]) -> None:
         """Add one step."""
-        depths = [0] * len(outcomes)
-        for owner, depth in zip(proposal.owners, proposal.depths, strict=True):
-            depths[owner] = max(depths[owner], depth)
+        done, deepest = Outcomes.of(outcomes), np.zeros(len(outcomes), np.int64)
+        np.maximum.at(deepest, proposal.owners, proposal.depths)
         self.steps += 1
-        self.request_steps += len(outcomes)
-        for outcome, depth in zip(outcomes, depths, strict=True):
-            self.emitted += outcome.num_accepted_tokens
-            self.drafted += outcome.num_drafts
-            self.accepted += outcome.num_accepted_drafts
-            self.accepted_at.update(range(1, outcome.num_accepted_drafts + 1))
-            self.proposed_at.update(range(1, depth + 1))
+        self.request_steps += len(done)
+        self.emitted += len(done.tokens)
+        self.drafted += int(done.num_drafts.sum())
+        self.accepted += int(done.num_accepted_drafts.sum())
+        self.accepted_at.update(at_least(done.num_accepted_drafts))
+        self.proposed_at.update(at_least(deepest))
 
     @property
     def acceptance_rate(self) -> float:
@@ -56,3 +56,9 @@ class Stats:
     def accept_length(self) -> float:
         """Tokens emitted by a request in one step, on average: 1 is plain decoding."""
         return self.emitted / self.request_steps if self.request_steps else 0.0
+
+
+def at_least(values: Ints) -> Counter[int]:
+    """Return, for each of 1, 2, ... up to the largest, how many are as large or larger."""
+    counts = np.bincount(values, minlength=1)[::-1].cumsum()[::-1].tolist()
+    return Counter(dict(enumerate(counts[1:], 1)))

@@ -41,7 +41,8 @@ class Rows:
     @staticmethod
     def of(requests: Sequence[Request], proposal: Proposal[DraftLaw]) -> Rows:
         """Return the rows of a verify pass over `proposal`."""
-        return Rows(requests, proposal.row_owners, proposal.row_depths, proposal.paths)
+        owners, depths = proposal.row_owners.tolist(), proposal.row_depths.tolist()
+        return Rows(requests, owners, depths, proposal.paths)
 
     def sampling(self, row: int) -> SamplingParams:
         """Return what the row's request asked for."""

@@ -4,11 +4,12 @@ from outrider.drafters.guard import GuardedDrafter
 from outrider.drafters.model import DraftModel, ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
-from outrider.drafters.registry import make_drafter
+from outrider.drafters.registry import OURS, make_drafter
 from outrider.drafters.route import RoutedDrafter
 from outrider.drafters.suffix import SuffixDrafter
 
 __all__ = [
+    "OURS",
     "DraftModel",
     "GuardedDrafter",
     "ModelDrafter",

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from outrider.core import (
@@ -17,6 +18,7 @@ from outrider.core import (
     DraftFault,
     Law,
     Outcome,
+    Outcomes,
     PointMass,
     Proposal,
     Request,
@@ -47,6 +49,7 @@ class GuardedDrafter:
         self.hidden_layers: tuple[int, ...] = tuple(getattr(drafter, "hidden_layers", ()))
         self.fallbacks: Counter[str] = Counter()
         self._drafter = drafter
+        self._meanwhile: Callable[[], None] | None = getattr(drafter, "meanwhile", None)
         self._vocab_size = vocab_size
         self._timeout = timeout
         self._thread = ThreadPoolExecutor(1, "outrider-draft") if timeout else None
@@ -61,7 +64,7 @@ class GuardedDrafter:
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Return the drafter's proposal if it can be used, else the empty one."""
-        if not any(budget.max_drafts):
+        if not budget.max_drafts.any():
             return Proposal.empty(len(requests))
         if not self._ready():
             self.fallbacks["resting"] += len(requests)
@@ -81,10 +84,16 @@ class GuardedDrafter:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Tell the drafter of the requests that it knows."""
-        known = [outcome for outcome in outcomes if outcome.request.id in self._known]
-        if known and self._stuck is None:
-            requests = [outcome.request for outcome in known]
-            self._call("observe", requests, lambda: self._drafter.observe(known))
+        done = Outcomes.of(outcomes)
+        if not all(request.id in self._known for request in done.requests):
+            done = Outcomes.of([o for o in done if o.request.id in self._known])
+        if done and self._stuck is None:
+            self._call("observe", done.requests, lambda: self._drafter.observe(done))
+
+    def meanwhile(self) -> None:
+        """Let the drafter do what can wait, if it has such work."""
+        if self._meanwhile is not None and self._stuck is None and not self._rest:
+            self._call("meanwhile", (), self._meanwhile)
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Let the drafter forget."""
@@ -149,19 +158,17 @@ def check(proposal: Proposal[Law], budget: Budget, vocab_size: int) -> None:
     """Raise DraftFault unless the proposal keeps to its budget, the vocabulary and the rule."""
     if len(proposal.num_drafts) != len(budget.max_drafts):
         raise DraftFault(f"{len(proposal.num_drafts)} answers to {len(budget.max_drafts)} requests")
-    over = [
-        (k, most)
-        for k, most in zip(proposal.num_drafts, budget.max_drafts, strict=True)
-        if k > most
-    ]
-    if over:
-        raise DraftFault(f"{over[0][0]} drafts where {over[0][1]} were allowed")
+    over = np.flatnonzero(proposal.num_drafts > budget.max_drafts)
+    if len(over):
+        drafts, allowed = proposal.num_drafts[over[0]], budget.max_drafts[over[0]]
+        raise DraftFault(f"{drafts} drafts where {allowed} were allowed")
     if not budget.trees and not proposal.is_chain:
         raise DraftFault("a tree where chains were asked for")
     tokens = proposal.tokens
     if tokens.dtype != torch.int64:
         raise DraftFault(f"token ids of type {tokens.dtype}")
-    if len(tokens) and not (int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size):
+    ids = tokens.cpu().numpy()
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         raise DraftFault(f"token ids outside [0, {vocab_size})")
     _check_laws(proposal, budget.rule, vocab_size)
 

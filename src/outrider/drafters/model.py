@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,8 +156,8 @@ class ModelDrafter(Generic[S]):
         for request in requests:
             self._states[request.id].clear()
         self.catch_up([r for r, k in zip(requests, budget.max_drafts, strict=True) if k])
-        pairs = zip(requests, budget.max_drafts, strict=True)
-        budget = replace(budget, max_drafts=tuple(k if self.ready(r) else 0 for r, k in pairs))
+        ready = np.array([self.ready(request) for request in requests], np.bool_)
+        budget = replace(budget, max_drafts=np.where(ready, budget.max_drafts, 0))
         while eager := self._eager(requests, budget):
             segments = [(s.sequence, self._unread(r, s)) for r, s in eager]
             started = time.perf_counter()

@@ -22,5 +22,8 @@ class NoDrafter:
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Do nothing."""
 
+    def meanwhile(self) -> None:
+        """Do nothing."""
+
     def stop(self, requests: Sequence[Request]) -> None:
         """Do nothing."""

@@ -14,20 +14,21 @@ from outrider.drafters.suffix import SuffixDrafter
 GROUP = "outrider.drafters"
 """The entry point group under which a package offers a drafter: name = "package.module:factory"."""
 
-_OURS: Mapping[str, Callable[..., Drafter]] = {
+OURS: Mapping[str, Callable[..., Drafter]] = {
     "ngram": NgramDrafter,
     "none": NoDrafter,
     "suffix": SuffixDrafter,
 }
+"""Those that come with Outrider and need no model."""
 
 
 def make_drafter(name: str, options: Mapping[str, Any]) -> Drafter:
     """Return a new drafter of that name, made with these options."""
-    factory = _OURS.get(name)
+    factory = OURS.get(name)
     if factory is None:
         found = {entry.name: entry for entry in entry_points(group=GROUP)}
         if name not in found:
-            known = ", ".join(sorted([*_OURS, *found]))
+            known = ", ".join(sorted([*OURS, *found]))
             raise Unsupported(f"drafter {name!r}", fix=f"choose one of {known}, or install it")
         factory = found[name].load()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from outrider.core import Budget, Drafter, Law, Outcome, Proposal, Request
+from outrider.core import Budget, Drafter, Law, Outcome, Outcomes, Proposal, Request
 
 
 class RoutedDrafter:
@@ -28,17 +28,29 @@ class RoutedDrafter:
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Ask each drafter for its requests' drafts."""
+        groups = self._groups(requests)
+        if len(groups) == 1:
+            return self._drafters[next(iter(groups))].propose(requests, budget)
         parts = []
-        for name, group in self._groups(requests).items():
-            part = replace(budget, max_drafts=tuple(budget.max_drafts[r] for r in group))
+        for name, group in groups.items():
+            part = replace(budget, max_drafts=budget.max_drafts[group])
             chosen = [requests[r] for r in group]
             parts.append((group, self._drafters[name].propose(chosen, part)))
-        return parts[0][1] if len(parts) == 1 else Proposal.join(parts)
+        return Proposal.join(parts)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Tell each drafter what became of its requests."""
-        for name, group in self._groups([o.request for o in outcomes]).items():
-            self._drafters[name].observe([outcomes[r] for r in group])
+        done = Outcomes.of(outcomes)
+        groups = self._groups(done.requests)
+        for name, group in groups.items():
+            mine = done if len(groups) == 1 else Outcomes.of([done[r] for r in group])
+            self._drafters[name].observe(mine)
+
+    def meanwhile(self) -> None:
+        """Let each drafter do what can wait, if it has such work."""
+        for drafter in self._drafters.values():
+            if (work := getattr(drafter, "meanwhile", None)) is not None:
+                work()
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Let each drafter forget its requests."""

@@ -143,7 +143,7 @@ def _step(
 ) -> StepRecord:
     (outcome,) = event.outcomes
     drafts = tuple(event.proposal.tokens.tolist())
-    parents = event.proposal.parents
+    parents = tuple(event.proposal.parents.tolist())
     return StepRecord(
         drafter=control.used(outcome.request) if control is not None else name,
         drafts=drafts,

@@ -55,6 +55,9 @@ FALLBACKS = {
     "`error`, `timeout`, `garbage`": "a drafter raised, took too long, or returned no drafts",
     "`resting`": "a drafter that failed is left alone for a while",
     "`prefill`": "the draft model could not read a prompt",
+    "`catching_up`": (
+        "the draft model reads what it missed of a request, at most 512 tokens a step; not a fault"
+    ),
     "`grammar`": "a grammar backend that cannot go back (xgrammar can)",
     "`rows`": (
         "more rows than a pass may have: fewer drafts for each request, or none "

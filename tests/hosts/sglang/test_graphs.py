@@ -156,7 +156,7 @@ def test_a_later_replay_does_not_change_the_draft_models_logits(model):
     runner = graphs.GraphRunner(model, [4])
     batch = verify(model.backend, {0: CHAIN, 1: CHAIN})
     draft = SglangDraftModel.__new__(SglangDraftModel)
-    draft._max_rows = 4
+    draft._max_rows, draft._fault, draft._lengths = 4, None, []
     lines, slots = batch.req_pool_indices.tolist(), batch.out_cache_loc
 
     def rows(tokens, of, positions):
@@ -166,7 +166,7 @@ def test_a_later_replay_does_not_change_the_draft_models_logits(model):
             setattr(some, name, getattr(batch, name)[first : first + len(tokens)])
         return runner.forward(some)
 
-    draft._rows = rows
+    draft._run = lambda message, *given: rows(*given)
     expected = decoded(model, batch)[[0, 1, 2, 3]], decoded(model, batch)[4:]
     segments = [(DraftSequence(0, CACHED[0] + i), [int(batch.input_ids[i])]) for i in range(4)]
     segments += [(DraftSequence(1, CACHED[1] + i), [int(batch.input_ids[4 + i])]) for i in range(4)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.configs.model_config import ModelConfig
@@ -32,11 +33,16 @@ def test_a_step_with_penalties_has_fewer_rows():
     worker._logits, worker._max_rows = (QWEN, 2), memory.max_rows(QWEN, 2)
     worker._coins, worker._trees = None, True
     worker._drafters = SimpleNamespace(fallbacks=Counter())
-    params = SimpleNamespace(max_new_tokens=100)
-    request = SimpleNamespace(max_drafts=4, output=[], req=SimpleNamespace(sampling_params=params))
-    assert worker._budget([request] * 200).max_drafts == (4,) * 200
-    assert worker._budget([request] * 256).max_drafts == (2,) * 256
-    assert worker._budget([request] * 256, penalties=3).max_drafts == (0,) * 256
+
+    def most(count, penalties=0):
+        columns = SimpleNamespace(max_tokens=np.full(count, 100), max_drafts=np.full(count, 4))
+        worker._roster = SimpleNamespace(columns=columns)
+        (drafts,) = set(
+            worker._budget([SimpleNamespace(output_ids=[])] * count, penalties).max_drafts.tolist()
+        )
+        return drafts
+
+    assert (most(200), most(256), most(256, penalties=3)) == (4, 2, 0)
     assert worker._drafters.fallbacks == {"rows": 512}
 
 

@@ -16,7 +16,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client import REGISTRY
 
 from outrider.control.cost import StepCost
-from outrider.core import Draft, Outcome, PointMass, Proposal, Request, SamplingParams, chain
+from outrider.core import (
+    Draft,
+    Outcome,
+    Outcomes,
+    PointMass,
+    Proposal,
+    Request,
+    SamplingParams,
+    chain,
+)
 from outrider.hosts.sglang import settings
 from outrider.hosts.sglang.metrics import ENOUGH, Metrics
 from outrider.hosts.sglang.tracing import StepClock, Tracer
@@ -60,7 +69,7 @@ def step(*kept, drafts=None):
         Outcome(request, (0,) * (k + 1), tuple(range(k + 1)), len(draft.tokens), k, None)
         for request, k, draft in zip(requests, kept, drafts, strict=True)
     ]
-    return Proposal.of(drafts), outcomes
+    return Proposal.of(drafts), Outcomes.of(outcomes)
 
 
 def test_a_step_is_counted(make):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from outrider.hosts.sglang.row_limits import share_rows
@@ -25,9 +26,9 @@ from outrider.hosts.sglang.worker import OutriderWorker
     ],
 )
 def test_shares(wanted, max_rows, shared, cut):
-    found = share_rows(wanted, max_rows)
-    assert found == (tuple(shared), cut)
-    assert sum(found[0]) + len(wanted) <= max(max_rows, len(wanted))
+    found, fewer = share_rows(np.array(wanted, np.int64), max_rows)
+    assert (found.tolist(), fewer) == (shared, cut)
+    assert found.sum() + len(wanted) <= max(max_rows, len(wanted))
 
 
 def test_a_stock_backend_with_many_requests_is_counted():
@@ -36,9 +37,9 @@ def test_a_stock_backend_with_many_requests_is_counted():
     worker._max_rows, worker._coins, worker._trees = 64, None, False
     worker._logits = 1000, 2
     worker._drafters = SimpleNamespace(fallbacks=Counter())
-    params = SimpleNamespace(max_new_tokens=100)
-    request = SimpleNamespace(max_drafts=4, output=[], req=SimpleNamespace(sampling_params=params))
-    assert worker._budget([request] * 10).max_drafts == (4,) * 10
-    assert worker._drafters.fallbacks == {}
-    assert worker._budget([request] * 40).max_drafts == (0,) * 40
-    assert worker._drafters.fallbacks == {"rows": 40}
+    req = SimpleNamespace(output_ids=[])
+    for count, drafts, counted in ((10, 4, {}), (40, 0, {"rows": 40})):
+        columns = SimpleNamespace(max_tokens=np.full(count, 100), max_drafts=np.full(count, 4))
+        worker._roster = SimpleNamespace(columns=columns)
+        assert worker._budget([req] * count).max_drafts.tolist() == [drafts] * count
+        assert worker._drafters.fallbacks == counted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt import server_args
@@ -14,9 +15,15 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from outrider.core import Proposal, chain
+from outrider.core import Outcome, Outcomes, Proposal, chain
 from outrider.hosts.sglang import rows
-from outrider.hosts.sglang.rows import Block, Penalties, can_roll_back
+from outrider.hosts.sglang.rows import (
+    Block,
+    Penalties,
+    can_roll_back,
+    kind_groups,
+    sampling_kind,
+)
 
 V = 64
 
@@ -87,7 +94,7 @@ def row_logits(advance=True, monkeypatch=None):
     logits = torch.randn(proposal.num_rows, V, generator=torch.Generator().manual_seed(0))
     if not advance:
         monkeypatch.setattr(rows, "advance", lambda *args: None)
-    owner = torch.tensor(proposal.row_owners)
+    owner = torch.from_numpy(proposal.row_owners)
     info = rows._row_sampling(batch, proposal, owner)
     expected = [
         alone(r, path, logits[i])
@@ -156,7 +163,8 @@ def sampled(reqs, logits, positions, together=False):
     if together:
         return runner.sampler(output, batch.sampling_info, False, None, None, positions).tolist()
     forward = _dataclass(forward)
-    return rows.sample(runner, output, forward, positions).tolist()
+    groups = kind_groups([sampling_kind(req.sampling_params) for req in reqs], "cpu")
+    return rows.sample(runner, output, forward, positions, groups).tolist()
 
 
 def _dataclass(namespace):
@@ -224,8 +232,23 @@ def test_mask_on_cpu(grammars):
 
 
 def test_block_of_slots():
-    block = Block(torch.arange(10, 19), (0, 3, 4, 9))
-    assert block.rows([2, 0, 1]) == [0, 1, 2, 3, 4, 5]
-    kept, rejected = block.split([[0], [0], [0, 1, 2]])
-    assert kept.tolist() == [10, 13, 14, 15, 16]
-    assert rejected.tolist() == [11, 12, 17, 18]
+    block = Block(torch.arange(10, 19), np.array([0, 3, 4]))
+    paths = [(0,), (0,), (0, 1, 3)]
+    outcomes = Outcomes.of([Outcome(None, rows, rows, len(rows), 0, None) for rows in paths])
+    kept, rejected = block.split(outcomes)
+    assert block.slots[torch.from_numpy(kept)].tolist() == [10, 13, 14, 15, 17]
+    assert block.slots[torch.from_numpy(rejected)].tolist() == [11, 12, 16, 18]
+
+
+def test_penalties_are_counted_for_those_that_have_them_alone():
+    """A request without penalties may have written much before one with penalties joins it."""
+    reqs = [Req("long", range(4000)), Req("x", [3, 4], repetition_penalty=1.5)]
+    batch = Batch(reqs)
+    steps = []
+    orchestrator = batch.sampling_info.penalizer_orchestrator
+    count = orchestrator.cumulate_output_tokens
+    orchestrator.cumulate_output_tokens = lambda ids: (steps.append(ids), count(ids))
+    for req in reqs:
+        req.output_ids.append(5)
+    batch.penalties.catch_up(batch)
+    assert [ids.tolist() for ids in steps] == [[0, 5]]

@@ -86,6 +86,7 @@ CALLS: dict[str, str] = {
         "self model_worker_batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init"
     ),
     "managers.tp_worker.TpModelWorker.get_memory_pool": "self",
+    "mem_cache.common.alloc_for_decode": "batch token_per_req",
     "mem_cache.common.alloc_token_slots": "tree_cache num_tokens backup_state",
     "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": (
         "self layer loc cache_k cache_v k_scale v_scale layer_id_override"
@@ -101,6 +102,7 @@ CALLS: dict[str, str] = {
     "sampling.sampling_batch_info.SamplingBatchInfo.filter_batch": (
         "self keep_indices keep_indices_device"
     ),
+    "utils.common.freeze_gc": "context",
     "utils.common.is_hip": "",
 }
 """What we call, with its parameters."""

@@ -21,6 +21,7 @@ from outrider.core import (
     Unsupported,
 )
 from outrider.drafters import (
+    OURS,
     GuardedDrafter,
     ModelDrafter,
     NoDrafter,
@@ -50,7 +51,7 @@ class Drafters:
     wants_calibration: whether control should be told first how long passes take
     """
 
-    router: Drafter
+    router: RoutedDrafter | NoDrafter
     guards: dict[str, GuardedDrafter]
     model: SglangDraftModel | None
     control: AdaptiveDrafter | None
@@ -99,12 +100,14 @@ class Drafters:
                 elif name == MODEL:
                     drafter = _needed(drafts(options))
                 else:
-                    drafter, timeout = make_drafter(name, options), profile.draft_timeout
+                    drafter = make_drafter(name, options)
+                    # ours come back by themselves, and a thread takes time in every step
+                    timeout = None if name in OURS else profile.draft_timeout
             except (TypeError, ValueError) as error:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
             guards[name] = GuardedDrafter(drafter, vocab_size, timeout)
         ranks = ranks or Ranks()
-        router: Drafter = RoutedDrafter(guards, _chosen) if ranks.leads else NoDrafter()
+        router = RoutedDrafter(guards, _chosen) if ranks.leads else NoDrafter()
         found = Drafters(router, guards, model, control, ranks, models)
         found.wants_calibration = control is not None
         return found
@@ -130,7 +133,7 @@ class Drafters:
 
         plain: the host's decode batch, as its workers take it
         """
-        if not any(budget.max_drafts):
+        if not budget.max_drafts.any():
             return Proposal.empty(len(requests))
         if self.model is not None:
             self.model.bind(plain)
@@ -139,8 +142,8 @@ class Drafters:
         proposal = self.router.propose(requests, budget)
         if self.ranks.alone:
             return proposal
-        drafts = proposal.tokens.tolist(), proposal.num_drafts, proposal.parents
-        self.ranks.tell(Message.DONE, *drafts)
+        shape = proposal.num_drafts.tolist(), proposal.parents.tolist()
+        self.ranks.tell(Message.DONE, proposal.tokens.tolist(), *shape)
         if self.model is not None and self.model.has_run and self.ranks.any(False):
             self.model.undo("a pass failed on another rank")
             return Proposal.empty(len(requests))
@@ -176,11 +179,15 @@ class Drafters:
             drafter.seconds = 0.0
         return seconds
 
-    def who(self, request: Any) -> str:
-        """Return who drafted for a request in the last step."""
-        if request.drafter == ADAPTIVE and self.control is not None:
-            return self.control.used(request) or "none"
-        return _chosen(request)
+    def who(self, requests: Sequence[Any]) -> list[str]:
+        """Return who drafted for each request in the last step."""
+        names = [_chosen(request) for request in requests]
+        if self.control is not None and ADAPTIVE in names:
+            used = self.control.used_by(requests)
+            for r, name in enumerate(names):
+                if name == ADAPTIVE:
+                    names[r] = used[r] or "none"
+        return names
 
     def totals(self) -> Counter[str]:
         """Return how many requests went without drafts, by reason."""

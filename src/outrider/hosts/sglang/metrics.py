@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from outrider.control.cost import StepCost
-from outrider.core import Law, Outcome, Proposal
+from outrider.core import Law, Outcomes, Proposal, at_least
 
 PREFIX = "outrider:"
 
@@ -35,7 +37,16 @@ BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 FROM_THE_START: dict[str, tuple[str, ...]] = {
     "request_steps": ("none",),
-    "fallbacks": ("error", "timeout", "garbage", "resting", "prefill", "grammar", "rows"),
+    "fallbacks": (
+        "error",
+        "timeout",
+        "garbage",
+        "resting",
+        "prefill",
+        "catching_up",
+        "grammar",
+        "rows",
+    ),
     "step_seconds": ("scheduler", "draft_forward", "draft", "forward", "verify", "host"),
 }
 """Series that are there at 0 before they count: what a series begins with, a rate does not see."""
@@ -73,48 +84,45 @@ class Metrics:
             for of in FROM_THE_START.get(name, () if own else ("",)):
                 self._add(name, 0, of)
 
-    def record(
-        self, outcomes: Sequence[Outcome], proposal: Proposal[Law], drafters: Sequence[str]
-    ) -> None:
+    def record(self, outcomes: Outcomes, proposal: Proposal[Law], drafters: Sequence[str]) -> None:
         """Count one step. drafters: who drafted for each request, if somebody did."""
+        drafts, accepted = outcomes.num_drafts, outcomes.num_accepted_drafts
         self._add("verify_steps", 1)
         self._add("verify_rows", proposal.num_rows)
         self._add("tree_steps", not proposal.is_chain)
-        self._add("emitted_tokens", sum(len(outcome.tokens) for outcome in outcomes))
-        found: defaultdict[str, Counter[Any]] = defaultdict(Counter)
-        starts, depths = proposal.starts, proposal.depths
-        for r, (outcome, drafter) in enumerate(zip(outcomes, drafters, strict=True)):
-            drafts, accepted = outcome.num_drafts, outcome.num_accepted_drafts
-            self._drafts.observe(drafts)
-            found["request_steps"][drafter if drafts else "none"] += 1
-            if drafts:
-                found["draft_tokens"][drafter] += drafts
-                found["accepted_draft_tokens"][drafter] += accepted
-                # several drafts of a tree stand at one position, and one of them can be accepted
-                found["proposed_at"][max(depths[starts[r] : starts[r + 1]])] += 1
-                found["accepted_at"][accepted] += 1
-        deepest = max(depths, default=0)
-        for name in ("proposed_at", "accepted_at"):
-            found[name] = _at_least(found[name], deepest)
-        for name, counts in found.items():
-            for of, count in counts.items():
-                self._add(name, count, str(of))
+        self._add("emitted_tokens", len(outcomes.tokens))
+        for count, times in enumerate(np.bincount(drafts).tolist()):
+            for _ in range(times):
+                self._drafts.observe(count)
+        drafting = np.flatnonzero(drafts)
+        self._add("request_steps", len(drafts) - len(drafting), "none")
+        names = np.array(drafters)[drafting]
+        for name in dict.fromkeys(names.tolist()):
+            mine = drafting[names == name]
+            self._add("request_steps", len(mine), name)
+            self._add("draft_tokens", int(drafts[mine].sum()), name)
+            self._add("accepted_draft_tokens", int(accepted[mine].sum()), name)
+        # several drafts of a tree stand at one position, and one of them can be accepted
+        deepest = np.zeros(len(drafts), np.int64)
+        np.maximum.at(deepest, proposal.owners, proposal.depths)
+        for depth, count in at_least(deepest).items():
+            self._add("proposed_at", count, str(depth))
+            self._add("accepted_at", int((accepted >= depth).sum()), str(depth))
 
-    def times(self, parts: Mapping[str, float], outcomes: Sequence[Outcome]) -> None:
+    def times(self, parts: Mapping[str, float], outcomes: Outcomes) -> None:
         """Count the seconds of one step, by part, beside what plain steps would have taken."""
         for part, seconds in parts.items():
             self._add("step_seconds", seconds, part)
         spent, batch = sum(parts.values()), len(outcomes)
-        if not any(outcome.num_drafts for outcome in outcomes):
+        if not outcomes.num_drafts.any():
             seen, mean = self._plain.get(batch, (0, 0.0))
             own = spent - parts.get("draft", 0.0) - parts.get("draft_forward", 0.0)
             # a plain mean: the sums that it is compared with have their slow steps too
             self._plain[batch] = seen + 1, mean + (own - mean) / min(seen + 1, WINDOW)
         plain = self._plain_step(outcomes, parts.get("scheduler", 0.0))
         if plain is not None:
-            tokens = sum(len(outcome.tokens) for outcome in outcomes)
             self._add("compared_seconds", spent)
-            self._add("plain_seconds", plain * tokens / batch)
+            self._add("plain_seconds", plain * len(outcomes.tokens) / batch)
 
     def fallbacks(self, totals: Mapping[str, int]) -> None:
         """Count what is new in these totals, by reason."""
@@ -122,7 +130,7 @@ class Metrics:
             self._add("fallbacks", total - self._told[reason], reason)
             self._told[reason] = total
 
-    def _plain_step(self, outcomes: Sequence[Outcome], scheduler: float) -> float | None:
+    def _plain_step(self, outcomes: Outcomes, scheduler: float) -> float | None:
         """Return how long a step without drafts takes; None if nobody has measured it.
 
         The best witnesses are steps of as many requests that had no drafts. Without them, control's
@@ -133,7 +141,7 @@ class Metrics:
         if seen >= ENOUGH:
             return mean
         if self._control is not None and self._control.verify.has_seen(batch):
-            context = sum(outcome.request.length for outcome in outcomes)
+            context = sum(request.length for request in outcomes.requests)
             return float(self._control.table(batch, context)[-1]) + scheduler
         return None
 
@@ -144,9 +152,3 @@ class Metrics:
             labels = {**self._labels, **dict.fromkeys(own, of)}
             self._series[name, of] = self._counters[name].labels(**labels)
         self._series[name, of].inc(amount)
-
-
-def _at_least(counts: Mapping[int, int], most: int) -> Counter[int]:
-    """Return, for each of 1, 2, ..., most, how many are as large or larger."""
-    values = range(1, most + 1)
-    return Counter({v: sum(n for value, n in counts.items() if value >= v) for v in values})

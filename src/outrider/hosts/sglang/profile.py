@@ -55,8 +55,9 @@ class Profile(_Strict):
         `--speculative-num-steps` does not set one
     draft_bits: 4 or 8: the draft model reads a copy of its weights in so few bits, where that is
         faster. On CPU; elsewhere load a quantized draft model.
-    draft_timeout: seconds after which a step goes on without drafts. It does not bound a draft
-        model, which runs where the target runs.
+    draft_timeout: seconds after which a step goes on without drafts of a drafter that another
+        package brings. Our own lookups take microseconds, and a draft model runs where the target
+        runs.
     report_acceptance: whether answers say how many drafts of a request were accepted
     flush_tokens: streamed answers come in chunks of exactly so many tokens, the last one apart;
         without it, in what each step gave

@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
-from outrider.core import Request, SamplingParams
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core import Ints, Request, SamplingParams
 from outrider.hosts.sglang.drafting import Drafters
 from outrider.hosts.sglang.profile import request_options
-from outrider.hosts.sglang.rows import can_roll_back
+from outrider.hosts.sglang.rows import can_roll_back, sampling_kind
+
+Bools = NDArray[np.bool_]
 
 
 @dataclass
@@ -30,6 +35,61 @@ class LiveRequest(Request):
     max_drafts: int = 0
     explain: bool = False
     tenant: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """What is looked at in every step of the requests that run, one entry for each.
+
+    max_drafts: the most drafts in a step
+    max_tokens: the most tokens to emit
+    kinds: how each is sampled
+    careful: whether more than its tokens may end it: stop strings, a grammar, reasoning
+    stop_ids: all tokens that may end one of them
+    may_draft: whether one of them may have drafts
+    wants_output: whether one of them wants logprobs or hidden states
+    explain: whether one of them asks what each step did
+    """
+
+    max_drafts: Ints
+    max_tokens: Ints
+    kinds: list[str]
+    careful: Bools
+    stop_ids: frozenset[int]
+    may_draft: bool
+    wants_output: bool
+    explain: bool
+
+    @staticmethod
+    def of(requests: Sequence[LiveRequest]) -> Columns:
+        """Return the columns of these requests."""
+        reqs = [request.req for request in requests]
+        params = [req.sampling_params for req in reqs]
+        careful = [
+            bool(
+                p.stop_strs or p.stop_regex_strs or req.grammar is not None or req.require_reasoning
+            )
+            for req, p in zip(reqs, params, strict=True)
+        ]
+        stops = set[int]().union(*map(_stop_ids, reqs))
+        return Columns(
+            max_drafts=np.array([request.max_drafts for request in requests], np.int64),
+            max_tokens=np.array([p.max_new_tokens for p in params], np.int64),
+            kinds=[sampling_kind(p) for p in params],
+            careful=np.array(careful, np.bool_),
+            stop_ids=frozenset(stops),
+            may_draft=any(request.max_drafts for request in requests),
+            wants_output=any(req.return_logprob or req.return_hidden_states for req in reqs),
+            explain=any(request.explain for request in requests),
+        )
+
+
+def _stop_ids(req: Any) -> set[int]:
+    """Return the tokens that may end a request: more than do is fine."""
+    found = {*(req.sampling_params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+    if req.tokenizer is not None:
+        found |= {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
+    return {token for token in found if token is not None}
 
 
 class Wishes(NamedTuple):
@@ -64,23 +124,34 @@ class Roster:
         self._has_seeds = server_args.enable_deterministic_inference
         self._live: dict[str, LiveRequest] = {}
         self._ids = count()
+        self._present: list[Any] = []  # the host's requests of the last step
+        self._requests: list[LiveRequest] = []
+        self.columns = Columns.of(())
 
     def __len__(self) -> int:
         return len(self._live)
 
     def call(self, reqs: Sequence[Any]) -> list[LiveRequest]:
-        """Return these requests, welcome new ones, and take leave of all others."""
+        """Return these requests. Add new ones, and drop those that have left the batch.
+
+        The list is the same one as long as the requests are.
+        """
+        if reqs == self._present:  # as nearly always
+            return self._requests
         present = {req.rid for req in reqs}
         self.dismiss([rid for rid in self._live if rid not in present])
         new = [self._welcome(req) for req in reqs if req.rid not in self._live]
         if new:
             self._drafters.router.start(new)
-        return [self._live[req.rid] for req in reqs]
+        self._present, self._requests = list(reqs), [self._live[req.rid] for req in reqs]
+        self.columns = Columns.of(self._requests)
+        return self._requests
 
     def dismiss(self, rids: Sequence[str]) -> None:
         """Let the drafters forget those of these requests that they know."""
         gone = [self._live.pop(rid) for rid in rids if rid in self._live]
         if gone:
+            self._present = []
             self._drafters.router.stop(gone)
 
     def wishes(self, req: Any) -> Wishes:
@@ -89,9 +160,9 @@ class Roster:
             options = request_options(req.sampling_params.custom_params, self._names)
         except ValueError:  # the tokenizer's process has refused it; whoever passed it by: K = 0
             return Wishes(self._default, 0, explain=False)
-        asked = options.max_drafts
+        drafter, asked = options.drafter or self._default, options.max_drafts
         most = self._usual if asked is None else min(self._most, asked)
-        return Wishes(options.drafter or self._default, most, options.explain)
+        return Wishes(drafter, 0 if drafter == "none" else most, options.explain)
 
     def _welcome(self, req: Any) -> LiveRequest:
         drafter, most, explain = self.wishes(req)

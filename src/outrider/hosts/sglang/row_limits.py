@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
+
+from outrider.core import Ints
 
 
-def share_rows(wanted: Sequence[int], max_rows: int) -> tuple[tuple[int, ...], int]:
+def share_rows(wanted: Ints, max_rows: int) -> tuple[Ints, int]:
     """Return how many drafts each request may have, and how many requests have fewer than wanted.
 
     Each request has one row for its last token. If all drafts do not fit, all requests get the same
@@ -14,7 +16,7 @@ def share_rows(wanted: Sequence[int], max_rows: int) -> tuple[tuple[int, ...], i
     wanted: the most drafts of each request
     """
     count = len(wanted)
-    if count + sum(wanted) <= max_rows:
-        return tuple(wanted), 0
+    if count + int(wanted.sum()) <= max_rows:
+        return wanted, 0
     room = max(0, max_rows // count - 1)
-    return tuple(min(drafts, room) for drafts in wanted), sum(d > room for d in wanted)
+    return np.minimum(wanted, room), int((wanted > room).sum())

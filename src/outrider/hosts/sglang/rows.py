@@ -17,42 +17,63 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.common import alloc_for_decode, alloc_token_slots
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from outrider.core import Law, Proposal
+from outrider.core import Ints, Law, Outcomes, Proposal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
     """The cache slots of a step: for each request, those of its last token and its drafts.
 
     slots: [S] int64, request by request
-    starts: [B + 1] where each request's begin, and S
+    starts: [B] where each request's begin
     """
 
     slots: Tensor
-    starts: tuple[int, ...]
+    starts: Ints
 
-    def rows(self, num_drafts: Sequence[int]) -> list[int]:
-        """Return which slots belong to the rows of a proposal, in row order."""
-        return [s + i for s, k in zip(self.starts, num_drafts, strict=False) for i in range(k + 1)]
+    @staticmethod
+    def reserve(batch: Any, max_drafts: Ints) -> Block:
+        """Give each request slots for as many drafts as it may have: a draft model fills them."""
+        counts = max_drafts + 1
+        starts, owners = counts.cumsum() - counts, np.repeat(np.arange(len(counts)), counts)
+        positions = batch.seq_lens_cpu.numpy()[owners] + np.arange(len(owners)) - starts[owners]
+        owner, position = to_device(np.stack([owners, positions]), batch.device)
+        return Block(write_slots(batch, owner, position), starts)
 
-    def split(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Return the slots of these rows of each request, and all others."""
-        index = torch.tensor(
-            [start + row for start, mine in zip(self.starts, rows, strict=False) for row in mine]
-        )
-        index = index.to(self.slots.device)
-        rest = torch.ones(len(self.slots), dtype=torch.bool, device=self.slots.device)
-        rest[index] = False
-        return self.slots[index], self.slots[rest]
+    def split(self, outcomes: Outcomes) -> tuple[Ints, Ints]:
+        """Return which slots belong to the rows that were kept, and all others."""
+        kept = self.starts[outcomes.owners] + outcomes.rows
+        rest = np.ones(len(self.slots), np.bool_)
+        rest[kept] = False
+        return kept, np.flatnonzero(rest)
+
+
+def write_slots(batch: Any, owner: Tensor, position: Tensor) -> Tensor:
+    """Allocate a slot for each of these positions, and put it into the host's table."""
+    slots: Tensor = alloc_token_slots(batch.tree_cache, len(owner))
+    pool_index = batch.req_pool_indices[owner]
+    batch.req_to_token_pool.write((pool_index, position), slots.to(torch.int32))
+    return slots
+
+
+def to_device(array: Ints, device: Any) -> Tensor:
+    """Copy an array to the device, without waiting for it."""
+    on_host = torch.from_numpy(array)
+    if torch.device(device).type == "cuda":
+        on_host = on_host.pin_memory()  # the host may go on while it is copied
+    return on_host.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -71,10 +92,9 @@ class TreeRows:
         """Return the tree of a proposal's rows; None if nothing branches."""
         if proposal.is_chain:
             return None
-        parents = [-1] * proposal.num_rows
-        for row, parent in zip(proposal.draft_rows, proposal.parent_rows, strict=True):
-            parents[row] = parent
-        return TreeRows(tuple(parents))
+        parents = np.full(proposal.num_rows, -1)
+        parents[proposal.draft_rows] = proposal.parent_rows
+        return TreeRows(tuple(parents.tolist()))
 
 
 def decode_rows(
@@ -99,53 +119,108 @@ def decode_rows(
     )
 
 
-def verify_batch(
-    batch: Any, plain: Any, last_tokens: Sequence[int], proposal: Proposal[Law], block: Block
-) -> Any:
-    """Return the host's decode batch over all rows of the proposal.
+@dataclass(frozen=True, eq=False)
+class StepRows:
+    """The rows of a step: the host's decode batch over them, and where their keys and values go.
 
-    plain: the host's decode batch as it would be without drafts
-    last_tokens: [B] the token that each request's next one follows
+    forward: the batch
+    block: their slots; None without drafts: all of them stay
+    groups: rows of one kind, which are sampled together: see `sample`
     """
-    device = batch.device
-    owners, depths = list(proposal.row_owners), torch.tensor(proposal.row_depths)
-    owner = torch.tensor(owners, dtype=torch.int64)
-    on_device = owner.to(device, non_blocking=True)
-    seq_lens_cpu = batch.seq_lens_cpu[owner] + depths.to(batch.seq_lens_cpu.dtype) + 1
-    ahead = (depths + 1).to(device, non_blocking=True)
 
-    roots = torch.tensor(last_tokens, dtype=torch.int64)
-    input_ids = torch.empty(proposal.num_rows, dtype=torch.int64, device=device)
-    input_ids[list(proposal.root_rows)] = roots.to(device, non_blocking=True)
-    if proposal.parents:
-        input_ids[list(proposal.draft_rows)] = proposal.tokens.to(device, non_blocking=True)
+    forward: Any
+    block: Block | None
+    groups: Sequence[tuple[str, Tensor | None]]
 
-    return dataclasses.replace(
-        plain,
-        input_ids=input_ids,
-        req_pool_indices=batch.req_pool_indices[on_device],
-        seq_lens=batch.seq_lens[on_device] + ahead.to(batch.seq_lens.dtype),
-        seq_lens_cpu=seq_lens_cpu,
-        seq_lens_sum=int(seq_lens_cpu.sum()),
-        orig_seq_lens=batch.orig_seq_lens[on_device] + ahead.to(batch.orig_seq_lens.dtype),
-        out_cache_loc=block.slots[block.rows(proposal.num_drafts)],
-        lora_ids=_take(plain.lora_ids, owners),
-        top_logprobs_nums=_take(plain.top_logprobs_nums, owners),
-        token_ids_logprobs=_take(plain.token_ids_logprobs, owners),
-        sampling_info=_row_sampling(batch, proposal, on_device),
-        reqs=_take(plain.reqs, owners),
-        spec_info=TreeRows.of(proposal),
-    )
+    @staticmethod
+    def plain(batch: Any, kinds: Sequence[str]) -> StepRows:
+        """Advance the batch by one token for each request, as the host does without speculation.
+
+        The device is told nothing: it has the last tokens.
+        """
+        batch.input_ids = batch.output_ids
+        batch.out_cache_loc = alloc_for_decode(batch, token_per_req=1)
+        for lens in (batch.seq_lens, batch.seq_lens_cpu, batch.orig_seq_lens):
+            lens.add_(1)
+        batch.seq_lens_sum += len(batch.reqs)
+        forward = batch.get_model_worker_batch()
+        return StepRows(forward, None, kind_groups(kinds, batch.device))
+
+    @staticmethod
+    def of(
+        batch: Any, kinds: Sequence[str], proposal: Proposal[Law], reserved: Block | None
+    ) -> StepRows:
+        """Lay the rows of a proposal out: all that the device is told goes in one copy.
+
+        kinds: [B] how each request is sampled
+        reserved: slots that were given out before; None to allocate just those that are needed
+        """
+        plain = batch.get_model_worker_batch()
+        last_tokens = [req.output_ids[-1] for req in batch.reqs]
+        owners, starts = proposal.row_owners, proposal.root_rows
+        lens = batch.seq_lens_cpu.numpy()
+        places = np.arange(len(owners)) - starts[owners]
+        told = np.empty((5, len(owners)), np.int64)
+        told[0, starts] = last_tokens
+        told[0, proposal.draft_rows] = proposal.tokens.numpy()
+        told[1] = owners
+        told[2] = lens[owners] + proposal.row_depths + 1
+        told[3] = places + (lens if reserved is None else reserved.starts)[owners]
+        names, order, sizes = _by_kind(kinds, owners)
+        told[4] = order
+        tokens, owner, seq_lens, place, by_kind = to_device(told, batch.device)
+        if reserved is None:
+            slots = write_slots(batch, owner, place)
+            block = Block(slots, starts)
+        else:
+            slots, block = reserved.slots[place], reserved
+        groups: list[tuple[str, Tensor | None]] = [(names[0], None)]
+        if len(names) > 1:
+            groups = list(zip(names, by_kind.split(sizes), strict=True))
+        # without drafts each request has its own row
+        rows = partial(_take, indices=owners.tolist() if len(owners) > len(starts) else None)
+        forward = dataclasses.replace(
+            plain,
+            input_ids=tokens,
+            req_pool_indices=batch.req_pool_indices[owner],
+            seq_lens=seq_lens.to(batch.seq_lens.dtype),
+            seq_lens_cpu=torch.from_numpy(told[2]).to(batch.seq_lens_cpu.dtype),
+            seq_lens_sum=int(told[2].sum()),
+            orig_seq_lens=seq_lens.to(batch.orig_seq_lens.dtype),
+            out_cache_loc=slots,
+            lora_ids=rows(plain.lora_ids),
+            top_logprobs_nums=rows(plain.top_logprobs_nums),
+            token_ids_logprobs=rows(plain.token_ids_logprobs),
+            sampling_info=_row_sampling(batch, proposal, owner),
+            reqs=rows(plain.reqs),
+            spec_info=TreeRows.of(proposal),
+        )
+        return StepRows(forward, block, groups)
 
 
-def _take(values: list[Any] | None, indices: Sequence[int]) -> list[Any] | None:
-    return None if values is None else [values[i] for i in indices]
+def _by_kind(kinds: Sequence[str], owners: Ints) -> tuple[list[str], Ints, list[int]]:
+    """Return the kinds there are, the rows ordered by them, and how many there are of each."""
+    names = list(dict.fromkeys(kinds))
+    if len(names) == 1:
+        return names, np.arange(len(owners)), [len(owners)]
+    numbers = np.array([names.index(kind) for kind in kinds])[owners]
+    return names, np.argsort(numbers, kind="stable"), np.bincount(numbers).tolist()
+
+
+def _take(values: list[Any] | None, indices: Sequence[int] | None) -> list[Any] | None:
+    return values if values is None or indices is None else [values[i] for i in indices]
 
 
 # -- what the host would emit
 
 
-def sample(runner: Any, logits_output: LogitsProcessorOutput, forward: Any, at: Tensor) -> Tensor:
+def sample(
+    runner: Any,
+    logits_output: LogitsProcessorOutput,
+    forward: Any,
+    at: Tensor,
+    groups: Sequence[tuple[str, Tensor | None]],
+) -> Tensor:
     """Let the host sample every row, each as if it were alone. Return the tokens, [N].
 
     Also attaches the logprobs that were asked for to `logits_output`.
@@ -154,16 +229,14 @@ def sample(runner: Any, logits_output: LogitsProcessorOutput, forward: Any, at: 
     coins beside one with top-k than alone. Rows of one kind go together here, so that what a
     request gets does not depend on who is there.
 
-    forward: the host's batch, whose `sampling_info` and logprob wishes have an entry for each row
+    forward: the host's batch, whose `sampling_info` and logprob options have an entry for each row
     at: [N] the position of each row's token
+    groups: each kind, with its rows; None for all of them
     """
     info = forward.sampling_info
     runner._preprocess_logits(logits_output, info)
-    kinds: dict[str, list[int]] = {}
-    for row, req in enumerate(forward.reqs):
-        kinds.setdefault(_kind(req.sampling_params), []).append(row)
-    if len(kinds) == 1:
-        (kind,) = kinds
+    if len(groups) == 1:
+        ((kind, _),) = groups
         chosen = _flagged(copy.copy(info), kind)
         tokens = _sample_kind(runner, logits_output, forward, chosen, at)
         _mend_logprobs(logits_output)
@@ -171,9 +244,11 @@ def sample(runner: Any, logits_output: LogitsProcessorOutput, forward: Any, at: 
 
     tokens = torch.empty(len(forward.reqs), dtype=torch.int64, device=at.device)
     parts = []
-    for kind, rows in kinds.items():
-        index = torch.tensor(rows, device=at.device)
+    for kind, index in groups:
+        assert index is not None
         part = LogitsProcessorOutput(next_token_logits=logits_output.next_token_logits[index])
+        # only what asks about single rows needs their numbers on the host
+        rows = index.tolist() if forward.return_logprob or info.has_custom_logit_processor else []
         few = dataclasses.replace(
             forward,
             top_logprobs_nums=_take(forward.top_logprobs_nums, rows),
@@ -185,6 +260,14 @@ def sample(runner: Any, logits_output: LogitsProcessorOutput, forward: Any, at: 
     _merge_logprobs(logits_output, parts, len(forward.reqs))
     _mend_logprobs(logits_output)
     return tokens
+
+
+def kind_groups(kinds: Sequence[str], device: Any) -> Sequence[tuple[str, Tensor | None]]:
+    """Return the groups of a batch with one row for each request, for `sample`."""
+    names, order, sizes = _by_kind(kinds, np.arange(len(kinds)))
+    if len(names) == 1:
+        return [(names[0], None)]
+    return list(zip(names, to_device(order, device).split(sizes), strict=True))
 
 
 def _sample_kind(runner: Any, output: Any, forward: Any, info: Any, at: Tensor) -> Tensor:
@@ -199,7 +282,7 @@ def _sample_kind(runner: Any, output: Any, forward: Any, info: Any, at: Tensor) 
     return tokens.to(torch.int64)
 
 
-def _kind(params: Any) -> str:
+def sampling_kind(params: Any) -> str:
     """Name the path that a request alone takes through the host's sampler."""
     if params.top_k <= 1:
         return "greedy"
@@ -275,7 +358,10 @@ class _NoPenalties:
 def _row_sampling(batch: Any, proposal: Proposal[Law], owner: Tensor) -> Any:
     """Return the host's sampling parameters with an entry for each row of the proposal."""
     info = batch.sampling_info
-    rows = _expand(info, proposal.row_owners, owner)
+    if _is_greedy_only(info) and not batch.has_grammar:
+        rows = copy.copy(info)
+    else:
+        rows = _expand(info, proposal.row_owners.tolist(), owner)
     rows.grammars = None
     needs_paths = info.penalizer_orchestrator.is_required or batch.has_grammar or rows.custom_params
     if not needs_paths:
@@ -290,7 +376,7 @@ def _row_sampling(batch: Any, proposal: Proposal[Law], owner: Tensor) -> Any:
     if batch.has_grammar:
         rows.grammars = [
             batch.reqs[r].grammar and _RowGrammar(batch.reqs[r].grammar, path)
-            for r, path in zip(proposal.row_owners, paths, strict=True)
+            for r, path in zip(proposal.row_owners.tolist(), paths, strict=True)
         ]
     if rows.custom_params:
         rows.custom_params = [
@@ -298,6 +384,12 @@ def _row_sampling(batch: Any, proposal: Proposal[Law], owner: Tensor) -> Any:
             for params, path in zip(rows.custom_params, paths, strict=True)
         ]
     return rows
+
+
+def _is_greedy_only(info: Any) -> bool:
+    """Say whether the most likely token is all that the sampler looks for, whatever the row."""
+    is_plain = info.logit_bias is None and not info.has_custom_logit_processor
+    return bool(info.is_all_greedy and is_plain)
 
 
 # -- penalties
@@ -349,13 +441,25 @@ class Penalties:
     def catch_up(self, batch: Any) -> None:
         """Count the output tokens that are not counted yet."""
         orchestrator = batch.sampling_info.penalizer_orchestrator
-        fresh = [req.output_ids[self._counted[req] :] for req in batch.reqs]
-        for req in batch.reqs:
-            self._counted[req] = len(req.output_ids)
-        if orchestrator.is_required:
-            for j in range(max(map(len, fresh), default=0)):
-                tokens = [new[j] if j < len(new) else -1 for new in fresh]
-                advance(orchestrator, tokens, batch.device)
+        if not orchestrator.is_required:
+            return  # nobody here has penalties; whoever comes with some has them counted
+        fresh = [self._fresh(req) if _has_penalties(req) else [] for req in batch.reqs]
+        for j in range(max(map(len, fresh), default=0)):
+            tokens = [new[j] if j < len(new) else -1 for new in fresh]
+            advance(orchestrator, tokens, batch.device)
+
+    def _fresh(self, req: Any) -> list[int]:
+        """Return the output tokens that are not counted yet, and count them."""
+        before, self._counted[req] = self._counted.get(req, 0), len(req.output_ids)
+        fresh: list[int] = req.output_ids[before:]
+        return fresh
+
+
+def _has_penalties(req: Any) -> bool:
+    """Say whether it matters what a request has emitted. For others nothing is counted."""
+    p = req.sampling_params
+    penalties = p.frequency_penalty, p.presence_penalty, p.repetition_penalty - 1, p.min_new_tokens
+    return any(penalties)
 
 
 # -- grammars and custom processors

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider import __version__
-from outrider.core import Law, Outcome, Proposal, Unsupported
+from outrider.core import Law, Outcomes, Proposal, Unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Tracer:
     def step(
         self,
         clock: StepClock,
-        outcomes: Sequence[Outcome],
+        outcomes: Outcomes,
         proposal: Proposal[Law],
         drafters: Sequence[str],
     ) -> None:
@@ -91,7 +91,7 @@ class Tracer:
     def _spans(
         self,
         clock: StepClock,
-        outcomes: Sequence[Outcome],
+        outcomes: Outcomes,
         proposal: Proposal[Law],
         drafters: Sequence[str],
     ) -> None:
@@ -101,13 +101,14 @@ class Tracer:
         def date(seconds: float) -> int:
             return shift + int(seconds * 1e9)
 
-        used = {name for name, drafts in zip(drafters, proposal.num_drafts, strict=True) if drafts}
+        numbers = proposal.num_drafts.tolist()
+        used = {name for name, drafts in zip(drafters, numbers, strict=True) if drafts}
         facts = {
             "requests": proposal.batch_size,
             "rows": proposal.num_rows,
-            "drafts": sum(proposal.num_drafts),
-            "accepted": sum(outcome.num_accepted_drafts for outcome in outcomes),
-            "emitted": sum(len(outcome.tokens) for outcome in outcomes),
+            "drafts": sum(numbers),
+            "accepted": int(outcomes.num_accepted_drafts.sum()),
+            "emitted": len(outcomes.tokens),
             "drafters": sorted(used),
             "tree": not proposal.is_chain,
         }

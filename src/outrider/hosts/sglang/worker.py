@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.mem_cache.common import alloc_token_slots
+from sglang.srt.utils.common import freeze_gc
 from torch import Tensor
 
 from outrider.core import (
     Budget,
     FinishReason,
+    Ints,
     Law,
     Outcome,
+    Outcomes,
     Proposal,
     match,
     settle,
@@ -36,7 +40,15 @@ from outrider.hosts.sglang.profile import USES_MODEL, load_profile
 from outrider.hosts.sglang.ranks import Ranks
 from outrider.hosts.sglang.roster import LiveRequest, Roster
 from outrider.hosts.sglang.row_limits import share_rows
-from outrider.hosts.sglang.rows import Block, Penalties, sample, verify_batch
+from outrider.hosts.sglang.rows import (
+    Block,
+    Penalties,
+    StepRows,
+    kind_groups,
+    sample,
+    sampling_kind,
+    to_device,
+)
 from outrider.hosts.sglang.tracing import StepClock, Tracer
 from outrider.kernels.sample_match import DeviceCoins
 
@@ -114,12 +126,15 @@ class OutriderWorker:
         self._penalties = Penalties()
         self._coins = DeviceCoins()
         self._step_ended: float | None = None
+        self._later: Callable[[], None] | None = None
         labels = {"model_name": server_args.served_model_name, "dp_rank": str(dp_rank or 0)}
         self._metrics: Metrics | None = None
         if server_args.enable_metrics and tp_rank == 0:
             control = self._drafters.control
             self._metrics = Metrics(labels, None if control is None else control.cost)
         self._tracer = Tracer(labels) if profile.tracing and tp_rank == 0 else None
+        # a full collection would look at all that was loaded, which takes 100 ms and more
+        freeze_gc("Outrider")
 
     # -- what the scheduler calls
 
@@ -151,9 +166,13 @@ class OutriderWorker:
         plain = batch.get_model_worker_batch()
         result = self.target_worker.forward_batch_generation(plain, is_verify=True)
         last = plain.seq_lens - 1
-        sampled = sample(self.model_runner, result.logits_output, plain, last)
+        groups = kind_groups(
+            [sampling_kind(req.sampling_params) for req in plain.reqs], last.device
+        )
+        sampled = sample(self.model_runner, result.logits_output, plain, last, groups)
         result.next_token_ids = self._ranks.of_rank_0(sampled)
         self._prefill_draft(plain)
+        self._meanwhile()
         return result
 
     def _prefill_draft(self, plain: Any) -> None:
@@ -175,47 +194,52 @@ class OutriderWorker:
         clock.lap("scheduler")
         requests = self._roster.call(batch.reqs)
         self._penalties.catch_up(batch)
-        budget = self._budget(requests, num_penalties(batch.sampling_info.penalizer_orchestrator))
-        block = self._allocate(batch, budget)
-        clock.lap("host")
-
-        plain = batch.get_model_worker_batch()
         if self._drafters.wants_calibration:
-            self._calibrate(batch, plain)
+            self._calibrate(batch, batch.get_model_worker_batch())
             clock.last = time.perf_counter()
-        proposal = self._propose(plain, requests, budget)
+        clock.lap("host")
+        proposal, reserved = self._propose(batch, requests)
         self._charge_draft(clock)
-        last_tokens = [request.last_token for request in requests]
-        verify = verify_batch(batch, plain, last_tokens, proposal, block)
+        kinds = self._roster.columns.kinds
+        if reserved is None and proposal.num_rows == len(requests):
+            rows = StepRows.plain(batch, kinds)
+        else:
+            rows = StepRows.of(batch, kinds, proposal, reserved)
         clock.lap("host")
-        result = self.target_worker.forward_batch_generation(verify, is_verify=True)
-        output = result.logits_output
-        clock.lap("forward")
-        sampled = sample(self.model_runner, output, verify, verify.seq_lens - 1)
-        emitted = self._ranks.of_rank_0(sampled)
-        verdict = match(emitted, proposal.to(emitted.device))
-        outcomes = settle(requests, proposal, verdict, self._keep)
-        clock.lap("verify")
 
-        self._commit(batch, block, outcomes)
+        # between the launch and the read of what it emits, the device works
+        forward = rows.forward
+        result = self.target_worker.forward_batch_generation(forward, is_verify=True)
+        output, at = result.logits_output, forward.seq_lens - 1
+        sampled = sample(self.model_runner, output, forward, at, rows.groups)
+        self._meanwhile()
+        emitted = self._ranks.of_rank_0(sampled).cpu()
+        clock.lap("forward")
+
+        outcomes = settle(requests, proposal, match(emitted, proposal), self._keep)
+        clock.lap("verify")
+        next_tokens = sampled
+        if rows.block is not None:
+            next_tokens = self._commit(batch, rows.block, outcomes)
+        _count_tokens(batch.reqs, outcomes)
         self._attach(requests, outcomes, proposal, output)
-        drafters = self._finish_step(batch.reqs, outcomes, proposal)
-        self._explain(requests, outcomes, proposal, drafters)
-        clock.lap("host")
-        if self._metrics is not None:
-            self._metrics.times(clock.parts, outcomes)
-        if self._tracer is not None:
-            self._tracer.step(clock, outcomes, proposal, drafters)
-        self._step_ended = clock.last if self._roster else None
-        accepted = [outcome.num_accepted_drafts for outcome in outcomes]
+        self._finish_step(batch.reqs, outcomes, proposal, clock)
+        accepted = outcomes.num_accepted_drafts
         return GenerationBatchResult(
             logits_output=output,
-            next_token_ids=torch.tensor([o.tokens[-1] for o in outcomes], device=batch.device),
-            num_accepted_drafts=sum(accepted),
-            num_accepted_drafts_per_req_cpu=accepted,
+            next_token_ids=next_tokens,
+            num_accepted_drafts=int(accepted.sum()),
+            num_accepted_drafts_per_req_cpu=accepted.tolist(),
             can_run_cuda_graph=result.can_run_cuda_graph,
-            accept_lens=torch.tensor(accepted),
+            accept_lens=torch.from_numpy(accepted),
         )
+
+    def _meanwhile(self) -> None:
+        """Do what could wait, while the device works: learn, count, trace."""
+        later, self._later = self._later, None
+        if later is not None:
+            later()
+        self._drafters.router.meanwhile()
 
     def _charge_draft(self, clock: StepClock) -> None:
         """Charge a proposal's time to the draft model's passes and to what is around them."""
@@ -223,52 +247,70 @@ class OutriderWorker:
             clock.parts["draft_forward"] += passes
         clock.lap("draft", less=passes)
 
-    def _budget(self, requests: Sequence[LiveRequest], penalties: int = 0) -> Budget:
+    def _budget(self, reqs: Sequence[Any], penalties: int = 0) -> Budget:
         """Return how many drafts each request may have.
 
         The last token needs no draft beside it: a request that may emit n more drafts n - 1.
 
         penalties: kinds of them that the batch has; each takes memory for every row
         """
-        most = [
-            max(0, min(r.max_drafts, r.req.sampling_params.max_new_tokens - len(r.output) - 1))
-            for r in requests
-        ]
+        columns = self._roster.columns
+        left = columns.max_tokens - np.array([len(req.output_ids) for req in reqs]) - 1
+        wanted = np.maximum(np.minimum(columns.max_drafts, left), 0)
         limit = min(self._max_rows, max_rows(*self._logits, penalties))
-        drafts, cut = share_rows(most, limit)
+        drafts, cut = share_rows(wanted, limit)
         if cut:
             self._drafters.fallbacks["rows"] += cut
         return Budget(drafts, "match", self._coins, trees=self._trees)
 
-    def _allocate(self, batch: Any, budget: Budget) -> Block:
-        """Give each request a slot for its last token and for each draft it may have."""
-        starts, lines = [0], list[int]()
-        positions: list[int] = []
-        lens = batch.seq_lens_cpu.tolist()
-        for r, (drafts, length) in enumerate(zip(budget.max_drafts, lens, strict=True)):
-            starts.append(starts[-1] + drafts + 1)
-            lines += [r] * (drafts + 1)
-            positions += range(length, length + drafts + 1)
-        slots = alloc_token_slots(batch.tree_cache, starts[-1])
-        pool = batch.req_to_token_pool
-        line = batch.req_pool_indices[torch.tensor(lines, device=batch.device)]
-        position = torch.tensor(positions, device=batch.device)
-        pool.write((line, position), slots.to(torch.int32))
-        return Block(slots, tuple(starts))
-
     def _propose(
-        self, plain: Any, requests: Sequence[LiveRequest], budget: Budget
-    ) -> Proposal[Law]:
-        """Ask the drafters. With tensor parallelism, what rank 0 was told holds for all."""
-        return self._drafters.propose(plain, requests, budget)
+        self, batch: Any, requests: Sequence[LiveRequest]
+    ) -> tuple[Proposal[Law], Block | None]:
+        """Ask the drafters. With tensor parallelism, what rank 0 was told holds for all.
+
+        Also returns the slots that a draft model fills, if there is one.
+        """
+        if not self._roster.columns.may_draft:
+            return Proposal.empty(len(requests)), None
+        penalties = num_penalties(batch.sampling_info.penalizer_orchestrator)
+        budget = self._budget(batch.reqs, penalties)
+        if self._drafters.model is None:
+            return self._drafters.propose(None, requests, budget), None
+        reserved = Block.reserve(batch, budget.max_drafts)
+        plain = batch.get_model_worker_batch()
+        return self._drafters.propose(plain, requests, budget), reserved
 
     def _calibrate(self, batch: Any, plain: Any) -> None:
         """Time passes of several sizes, so that control need not begin by guessing."""
         calibrate(batch, plain, self.target_worker, self._drafters, self._max_rows)
 
-    def _keep(self, request: LiveRequest, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Emit tokens one by one, as plain decoding does, until the host ends the request."""
-        req, kept = request.req, 0
+    def _keep(
+        self, requests: Sequence[LiveRequest], tokens: Ints, counts: Ints
+    ) -> tuple[Ints, Sequence[FinishReason | None]]:
+        """Emit the tokens as plain decoding does, until the host ends a request.
+
+        Nearly always nothing ends: then they are appended, all at once. The host is asked, token by
+        token, where something may.
+        """
+        columns, kept, ids = self._roster.columns, counts.copy(), tokens.tolist()
+        lengths = np.array([len(request.req.output_ids) for request in requests]) + counts
+        careful = (columns.careful | (lengths >= columns.max_tokens)).tolist()
+        odd = min(ids) < 0 or max(ids) >= self.model_config.vocab_size
+        odd = odd or not columns.stop_ids.isdisjoint(ids)
+        reasons: list[FinishReason | None] = [None] * len(requests)
+        start = 0
+        for r, end in enumerate(counts.cumsum().tolist()):
+            req, mine = requests[r].req, ids[start:end]
+            start = end
+            if odd or careful[r] or req.to_finish is not None:
+                kept[r], reasons[r] = self._emit_all(req, mine)
+            else:
+                req.output_ids += mine
+        return kept, reasons
+
+    def _emit_all(self, req: Any, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Emit tokens one by one until the host ends the request. Say how many, and why."""
+        kept = 0
         for token in tokens:
             kept += 1
             if not self._emit(req, token):
@@ -294,105 +336,144 @@ class OutriderWorker:
                 return False
         return not req.finished()
 
-    def _commit(self, batch: Any, block: Block, outcomes: Sequence[Outcome]) -> None:
-        """Keep the cache entries of the rows that were kept, and free the others' slots."""
-        counts = [len(outcome.tokens) for outcome in outcomes]
-        kept, rejected = block.split([outcome.rows for outcome in outcomes])
-        self._straighten(batch, kept, outcomes)
-        batch.token_to_kv_pool_allocator.free(rejected)
-        batch.out_cache_loc = kept
-        new = torch.tensor(counts)
-        on_device = new.to(batch.device, non_blocking=True)
-        batch.seq_lens.add_(on_device.to(batch.seq_lens.dtype))
-        batch.orig_seq_lens.add_(on_device.to(batch.orig_seq_lens.dtype))
-        batch.seq_lens_cpu.add_(new.to(batch.seq_lens_cpu.dtype))
-        batch.seq_lens_sum += sum(counts)
-        for req, n, outcome in zip(batch.reqs, counts, outcomes, strict=True):
-            req.kv_committed_len += n
-            req.kv_allocated_len = req.kv_committed_len
-            req.decode_batch_idx += 1
-            req.spec_verify_ct += 1
-            accepted, proposed = outcome.num_accepted_drafts, outcome.num_drafts
-            so_far = req.spec_accepted_drafts
-            if not isinstance(so_far, _Accepted):
-                so_far = _Accepted(so_far)
-            req.spec_accepted_drafts = so_far.plus(accepted, proposed)
-            req.update_spec_acceptance_histogram(accepted)
+    def _commit(self, batch: Any, block: Block, outcomes: Outcomes) -> Any:
+        """Keep the cache entries of the rows that were kept, and free the others' slots.
 
-    def _straighten(self, batch: Any, kept: Tensor, outcomes: Sequence[Outcome]) -> None:
+        Returns each request's last token. All that the device is told goes in one copy.
+        """
+        counts, last = outcomes.num_tokens, outcomes.tokens[outcomes.starts[1:] - 1]
+        kept, rejected = block.split(outcomes)
+        told = to_device(np.concatenate([counts, last, kept, rejected]), batch.device)
+        sizes = [len(part) for part in (counts, last, kept, rejected)]
+        new, last_tokens, kept_index, rejected_index = torch.split(told, sizes)
+        kept_slots = block.slots[kept_index]
+        self._straighten(batch, kept_slots, outcomes)
+        if len(rejected):
+            batch.token_to_kv_pool_allocator.free(block.slots[rejected_index])
+        batch.out_cache_loc = kept_slots
+        batch.seq_lens.add_(new.to(batch.seq_lens.dtype))
+        batch.orig_seq_lens.add_(new.to(batch.orig_seq_lens.dtype))
+        batch.seq_lens_cpu.add_(torch.from_numpy(counts).to(batch.seq_lens_cpu.dtype))
+        batch.seq_lens_sum += len(outcomes.tokens)
+        return last_tokens
+
+    def _straighten(self, batch: Any, kept: Tensor, outcomes: Outcomes) -> None:
         """Put the slots of a tree's path into the table in its order. Nothing is copied."""
-        lines, positions, places = list[int](), list[int](), list[int]()
-        lens, place = batch.seq_lens_cpu.tolist(), 0
-        for r, (length, outcome) in enumerate(zip(lens, outcomes, strict=True)):
-            if outcome.rows[-1] >= len(outcome.rows):
-                lines += [r] * len(outcome.rows)
-                positions += range(length, length + len(outcome.rows))
-                places += range(place, place + len(outcome.rows))
-            place += len(outcome.rows)
-        if lines:
-            line = batch.req_pool_indices[torch.tensor(lines, device=batch.device)]
-            position = torch.tensor(positions, device=batch.device)
-            batch.req_to_token_pool.write((line, position), kept[places].to(torch.int32))
+        places = np.arange(len(outcomes.tokens)) - outcomes.starts[outcomes.owners]
+        moved = outcomes.rows != places
+        if not moved.any():
+            return
+        positions = batch.seq_lens_cpu.numpy()[outcomes.owners] + places
+        told = np.stack([outcomes.owners[moved], positions[moved], np.flatnonzero(moved)])
+        owner, position, place = to_device(told, batch.device)
+        table = batch.req_to_token_pool
+        table.write((batch.req_pool_indices[owner], position), kept[place].to(torch.int32))
 
     def _attach(
         self,
         requests: Sequence[LiveRequest],
-        outcomes: Sequence[Outcome],
+        outcomes: Outcomes,
         proposal: Proposal[Law],
         output: Any,
     ) -> None:
         """Give requests the logprobs and hidden states of the rows that were kept."""
-        wanted = any(r.req.return_logprob for r in requests)
-        logprobs = output.next_token_logprobs.tolist() if wanted else []
-        for root, request, outcome in zip(proposal.root_rows, requests, outcomes, strict=True):
-            req = request.req
-            rows = [root + row for row in outcome.rows]
-            if req.return_logprob:
-                req.output_token_logprobs_val += [logprobs[row] for row in rows]
-                req.output_token_logprobs_idx += outcome.tokens
-                for name in _TOP_LOGPROBS if req.top_logprobs_num > 0 else ():
-                    _append(req, f"output_{name}", output, f"next_token_{name}", rows)
-                for name in _ID_LOGPROBS if req.token_ids_logprob is not None else ():
-                    _append(req, f"output_{name}", output, f"next_token_{name}", rows)
-            if req.return_hidden_states and output.hidden_states is not None:
-                req.hidden_states += output.hidden_states[rows].cpu().tolist()
+        if self._roster.columns.wants_output:
+            wanted = any(r.req.return_logprob for r in requests)
+            logprobs = output.next_token_logprobs.tolist() if wanted else []
+            roots = proposal.root_rows.tolist()
+            for root, request, outcome in zip(roots, requests, outcomes, strict=True):
+                rows = [root + row for row in outcome.rows]
+                _attach_rows(request.req, outcome, output, rows, logprobs)
         output.hidden_states = None  # the host would add one row of them again
 
     def _finish_step(
-        self, reqs: Sequence[Any], outcomes: Sequence[Outcome], proposal: Proposal[Law]
-    ) -> list[str]:
-        """Tell the drafters and the counters; extend the requests; forget those that ended.
+        self, reqs: Sequence[Any], outcomes: Outcomes, proposal: Proposal[Law], clock: StepClock
+    ) -> None:
+        """Tell the drafters; extend the requests; forget those that ended. Count it later."""
+        drafters: list[str] = []
+        if self._metrics is not None or self._tracer is not None or self._roster.columns.explain:
+            drafters = self._drafters.who(outcomes.requests)
+        if self._roster.columns.may_draft:
+            self._drafters.router.observe(outcomes)
+        outcomes.apply()
+        self._explain(outcomes, proposal, drafters)
+        ended = [req.rid for req in reqs if req.finished_reason is not None]
+        self._roster.dismiss(ended)
+        clock.lap("host")
+        self._step_ended = clock.last if self._roster else None
+        self._later = partial(self._count, clock, outcomes, proposal, drafters)
+        if not self._roster:
+            self._meanwhile()  # there may be no next step
 
-        Returns who drafted for each of them.
-        """
-        names = [self._drafters.who(outcome.request) for outcome in outcomes]
-        self._drafters.router.observe(outcomes)
-        for outcome in outcomes:
-            outcome.apply()
-        self._roster.dismiss([req.rid for req in reqs if req.finished()])
+    def _count(
+        self, clock: StepClock, outcomes: Outcomes, proposal: Proposal[Law], drafters: list[str]
+    ) -> None:
+        """Tell the counters and the traces of a step that is over."""
         if self._metrics is not None:
-            self._metrics.record(outcomes, proposal, names)
+            self._metrics.record(outcomes, proposal, drafters)
             self._metrics.fallbacks(self._drafters.totals())
-        return names
+            self._metrics.times(clock.parts, outcomes)
+        if self._tracer is not None:
+            self._tracer.step(clock, outcomes, proposal, drafters)
 
     def _explain(
-        self,
-        requests: Sequence[LiveRequest],
-        outcomes: Sequence[Outcome],
-        proposal: Proposal[Law],
-        drafters: Sequence[str],
+        self, outcomes: Outcomes, proposal: Proposal[Law], drafters: Sequence[str]
     ) -> None:
         """Note what the step did to each request that asks, and tell it when it ends."""
-        if not any(request.explain for request in requests):
+        if not self._roster.columns.explain:
             return
         drafts = proposal.drafts()
-        for request, outcome, draft, name in zip(requests, outcomes, drafts, drafters, strict=True):
+        for outcome, draft, name in zip(outcomes, drafts, drafters, strict=True):
+            request: Any = outcome.request
             if request.explain:
                 req = request.req  # it keeps the notes: it may be retracted, and come again
                 req.outrider_steps = getattr(req, "outrider_steps", [])
                 req.outrider_steps.append(step_record(outcome, draft, name))
                 if req.finished():
-                    req.spec_accepted_drafts.steps = req.outrider_steps
+                    counted = req.spec_accepted_drafts
+                    if not isinstance(counted, _Accepted):
+                        counted = req.spec_accepted_drafts = _Accepted(counted)
+                    counted.steps = req.outrider_steps
+
+
+def _count_tokens(reqs: Sequence[Any], outcomes: Outcomes) -> None:
+    """Tell the host's requests how much of them is cached now, and what was accepted."""
+    numbers = zip(
+        reqs,
+        outcomes.num_tokens.tolist(),
+        outcomes.num_drafts.tolist(),
+        outcomes.num_accepted_drafts.tolist(),
+        strict=True,
+    )
+    for req, tokens, drafts, accepted in numbers:
+        req.kv_committed_len += tokens
+        req.kv_allocated_len = req.kv_committed_len
+        req.decode_batch_idx += 1
+        req.spec_verify_ct += 1
+        req.update_spec_acceptance_histogram(accepted)
+        if drafts:
+            so_far = req.spec_accepted_drafts
+            if not isinstance(so_far, _Accepted):
+                so_far = _Accepted(so_far)
+            req.spec_accepted_drafts = so_far.plus(accepted, drafts)
+
+
+def _attach_rows(
+    req: Any, outcome: Outcome, output: Any, rows: list[int], logprobs: Sequence[float]
+) -> None:
+    """Give a request the logprobs and hidden states of these rows.
+
+    logprobs: of every row's token
+    """
+    if req.return_logprob:
+        req.output_token_logprobs_val += [logprobs[row] for row in rows]
+        req.output_token_logprobs_idx += outcome.tokens
+        for name in _TOP_LOGPROBS if req.top_logprobs_num > 0 else ():
+            _append(req, f"output_{name}", output, f"next_token_{name}", rows)
+        for name in _ID_LOGPROBS if req.token_ids_logprob is not None else ():
+            _append(req, f"output_{name}", output, f"next_token_{name}", rows)
+    if req.return_hidden_states and output.hidden_states is not None:
+        req.hidden_states += output.hidden_states[rows].cpu().tolist()
 
 
 def _append(req: Any, to: str, output: Any, source: str, rows: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -62,7 +63,7 @@ class StepEvent:
     """
 
     indices: tuple[int, ...]
-    outcomes: tuple[Outcome, ...]
+    outcomes: Sequence[Outcome]
     proposal: Proposal[Any]
 
 
@@ -188,7 +189,7 @@ def _run(
         while active:
             prompts_read = bool(active[0].output)
             room = [min(max_drafts, r.remaining - 1) if prompts_read else 0 for r in active]
-            budget = Budget(tuple(room), rule, coins)
+            budget = Budget(np.array(room), rule, coins)
             done = step(host, drafter, active, budget)
             host.commit(done.outcomes)
             if prompts_read:

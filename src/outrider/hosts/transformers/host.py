@@ -36,13 +36,13 @@ class TransformersHost:
 
         A request that comes for the first time brings its whole prompt.
         """
-        drafts = proposal.tokens.tolist()
+        drafts, parents = proposal.tokens.tolist(), proposal.parents.tolist()
         segments = []
         for r, request in enumerate(requests):
             sequence = self._sequences.setdefault(request.id, self.runner.open())
             unread = request.tokens_from(sequence.length)
             own = slice(proposal.starts[r], proposal.starts[r + 1])
-            segments.append(_segment(sequence, unread, drafts[own], proposal.parents[own]))
+            segments.append(_segment(sequence, unread, drafts[own], parents[own]))
         logits, hidden = self.runner.run_with_hidden(segments, self._hidden_layers)
         if self._hidden_layers:
             self._hidden = {r.id: states for r, states in zip(requests, hidden, strict=True)}
