@@ -22,7 +22,7 @@ ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 LABELS = {f"{name}_total": set(own) for name, (_, *own) in COUNTERS.items()}
 LABELS |= {f"{HISTOGRAM}_bucket": {"le"}}
 NAMED = re.compile(r'{__name__=~"outrider\[:_\](\w+)"([^}]*)}(\[\w+\])?')
-TOKEN = re.compile(r'\s*(?:[\w:.]+|"[^"]*"|=~|[{}()\[\],/<>=-])')
+TOKEN = re.compile(r'\s*(?:[\w:.]+|"[^"]*"|=~|!=|[{}()\[\],/<>=-])')
 
 
 def alerts():

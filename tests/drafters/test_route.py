@@ -64,7 +64,8 @@ def test_requests_go_to_their_drafters():
     router.stop(requests)
     assert drafters["a"].seen == [("start", [0, 2]), ("observe", [0, 2]), ("stop", [0, 2])]
     assert drafters["b"].seen == [("start", [1]), ("observe", [1]), ("stop", [1])]
-    assert router.propose(requests[:1], budget).num_drafts.tolist() == [1]
+    alone = Budget((1,), "match", KeyedCoins())
+    assert router.propose(requests[:1], alone).num_drafts.tolist() == [1]
 
 
 def test_a_tree_is_refused_where_chains_were_asked_for():
