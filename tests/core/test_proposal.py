@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -141,6 +142,31 @@ def test_what_is_kept_keeps_its_path(draft, random):
             nodes.append(node)
     before, after = (Proposal.of([d]).paths()[1:] for d in (draft, draft.keep(nodes)))
     assert after == tuple(before[node] for node in nodes)
+
+
+@given(st.lists(trees(), min_size=1, max_size=4), st.randoms())
+def test_some_drafts_of_a_batch(drafts, random):
+    """What is taken is what each request's drafts keep."""
+    kept: list[list[int]] = []
+    for draft in drafts:
+        nodes: list[int] = []
+        for node, parent in enumerate(draft.parents):
+            if (parent == ROOT or parent in nodes) and random.random() < 0.7:
+                nodes.append(node)
+        kept.append(nodes)
+    whole = Proposal.of(drafts)
+    flat = [int(whole.starts[r]) + node for r, nodes in enumerate(kept) for node in nodes]
+    taken = whole.take(np.array(flat, np.int64))
+    expected = [draft.keep(nodes) for draft, nodes in zip(drafts, kept, strict=True)]
+    assert taken.drafts() == expected
+    again = Proposal.found(taken.tokens.numpy(), taken.num_drafts, taken.parents, taken.confidences)
+    assert again.drafts() == expected
+
+
+def test_what_is_worked_out_is_kept():
+    proposal = Proposal.of([chain((1, 2))])
+    assert proposal.starts is proposal.starts
+    assert "where each request's drafts begin" in Proposal.starts.__doc__
 
 
 @pytest.mark.parametrize("confidences", [(0.5,), (0.5, 1.5), (0.5, float("nan")), (-0.1, 0.5)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from outrider.core import (
     Draft,
     FinishReason,
     Outcome,
+    Outcomes,
     PointMass,
     Proposal,
     Request,
@@ -167,3 +170,24 @@ def test_stats():
     assert stats.accept_length == 1.5
     assert dict(stats.accepted_at) == {1: 1}
     assert dict(stats.proposed_at) == {1: 1, 2: 1}
+
+
+def test_outcomes_are_a_sequence_and_arrays():
+    made = [request(), request(), request()]
+    proposal = Proposal.of([chain([3, 4]), chain([]), chain([5])])
+    verdict = Verdict(torch.tensor([[0, 1], [-1, -1], [-1, -1]]), torch.tensor([7, 8, 9]))
+    outcomes = settle(made, proposal, verdict)
+    assert outcomes.tokens.tolist() == [3, 4, 7, 8, 9]
+    assert outcomes.owners.tolist() == [0, 0, 0, 1, 2]
+    assert [o.tokens for o in outcomes[1:]] == [(8,), (9,)]
+    assert outcomes[-1].tokens == (9,)
+    with pytest.raises(IndexError):
+        outcomes[3]
+    again = Outcomes.of(list(outcomes))
+    assert Outcomes.of(again) is again
+    assert list(again) == list(outcomes)
+    states = [torch.ones(3), torch.ones(1), torch.ones(1)]
+    seen = Outcomes.of([replace(o, hidden=h) for o, h in zip(outcomes, states, strict=True)])
+    assert [o.hidden is h for o, h in zip(seen, states, strict=True)] == [True] * 3
+    outcomes.apply()
+    assert [r.output for r in made] == [[3, 4, 7], [8], [9]]

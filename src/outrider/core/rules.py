@@ -56,13 +56,14 @@ class Verdict:
         Tokens and rows stand request by request. Rows are counted among the request's own: 0 is its
         root. Waits for the device, once; not at all for a verdict of `match`, which has waited.
         """
-        on_host = torch.cat([self.accepted, self.next_tokens[:, None]], 1).cpu().numpy()
+        accepted = self.accepted.to(self.next_tokens.dtype)  # an empty one may be of any type
+        on_host = torch.cat([accepted, self.next_tokens[:, None]], 1).cpu().numpy()
         if not len(proposal.parents):
             ones = np.ones(len(on_host), np.int64)
             return on_host[:, -1], ones - 1, ones
         drafts = proposal.tokens.cpu().numpy()
-        accepted, counts = on_host[:, :-1], (on_host[:, :-1] >= 0).sum(-1) + 1
-        kept = accepted >= 0
+        path = on_host[:, :-1]
+        kept, counts = path >= 0, (path >= 0).sum(-1) + 1
         ends = counts.cumsum()
         is_last = np.zeros(ends[-1] if len(ends) else 0, np.bool_)
         is_last[ends - 1] = True
@@ -70,8 +71,8 @@ class Verdict:
         tokens[is_last] = on_host[:, -1]
         rows = np.zeros(len(is_last), np.int64)
         if len(is_last) > len(counts):
-            tokens[~is_last] = drafts[(proposal.starts[:-1, None] + accepted)[kept]]
-            rows[np.flatnonzero(~is_last) + 1] = accepted[kept] + 1
+            tokens[~is_last] = drafts[(proposal.starts[:-1, None] + path)[kept]]
+            rows[np.flatnonzero(~is_last) + 1] = path[kept] + 1
         return tokens, rows, counts
 
 
