@@ -20,11 +20,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from outrider.core import Floats, Ints
-
-Bools = NDArray[np.bool_]
+from outrider.core import Bools, Floats, Ints
 
 EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
 """Where confidence is told apart: finer near 1, where a long chain is worth it or not."""

@@ -2,7 +2,7 @@
 
 Every step, for the requests at hand:
 
-1. *Free drafters* (suffix, n-gram) propose; that costs microseconds. Calibrated acceptance says
+1. *Free drafters* (the suffix lookup) propose; that costs microseconds. Calibrated acceptance says
    what each of their drafts is worth.
 2. *A draft model* is considered for the requests that the free ones serve worse, to every depth:
    what it is expected to add, over what its passes take on this machine. It stops by itself where
@@ -13,12 +13,11 @@ Every step, for the requests at hand:
    times. Plain decoding is one of the plans, and the others must beat it by a margin.
 
 Times need no help from the host: from a proposal to its outcome is the target's pass, and the
-model's passes happen inside. On several ranks they must be one rank's times (`clock`): all decide
-alike then.
+model's passes happen inside. What a step teaches is worked out later (`meanwhile`).
 
 What is not tried is not forgotten. Free drafters are scored on what was emitted, used or not; the
-model is also tried where it would be worth it if the hopes for a request came true, and hopes
-grow again while it rests; a batch size never seen starts with a plain step, and where drafts win
+model is also tried where it would be worth it by an optimistic estimate, which grows while the
+model rests; a batch size never seen starts with a plain step, and where drafts win
 little there is one now and then. And whatever was planned, a brake compares what was measured with
 plain decoding.
 """
@@ -37,12 +36,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from outrider.control.acceptance import Acceptance, Bools
+from outrider.control.acceptance import Acceptance
 from outrider.control.brake import Brake
 from outrider.control.cost import KNOTS, StepCost
 from outrider.control.policy import best_goodput, choose
 from outrider.core import (
-    ROOT,
+    Bools,
     Budget,
     Draft,
     Drafter,
@@ -469,11 +468,12 @@ class AdaptiveDrafter:
         lengths = np.where(goes_on, outcomes.num_tokens, 0)
         right = np.zeros(len(tokens) + 1, np.bool_)
         right[-1] = True  # the root's entry
-        above = np.where(
-            drafts.parents == ROOT, len(tokens), drafts.starts[drafts.owners] + drafts.parents
-        )
         for depth in range(drafts.max_depth):
-            told = (drafts.depths == depth + 1) & right[above] & (depth < lengths[drafts.owners])
+            told = (
+                (drafts.depths == depth + 1)
+                & right[drafts.above]
+                & (depth < lengths[drafts.owners])
+            )
             nodes = np.flatnonzero(told)
             if not len(nodes):
                 break
@@ -495,13 +495,10 @@ def _survival(drafts: Proposal[Law], chances: Floats) -> Floats:
         table[drafts.owners, drafts.places] = chances
         found: Floats = table.cumprod(1)[drafts.owners, drafts.places]
         return found
-    above = np.where(
-        drafts.parents == ROOT, len(chances), drafts.starts[drafts.owners] + drafts.parents
-    )
     found = np.append(chances, 1.0)
     for depth in range(2, drafts.max_depth + 1):
         level = np.flatnonzero(drafts.depths == depth)
-        found[level] *= found[above[level]]
+        found[level] *= found[drafts.above[level]]
     return found[:-1]
 
 

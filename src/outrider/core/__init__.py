@@ -4,6 +4,7 @@ from outrider.core.coins import Coins, KeyedCoins, Stream, gumbel_noise, murmur_
 from outrider.core.loop import Budget, Drafter, Host, Step, step
 from outrider.core.proposal import (
     ROOT,
+    Bools,
     ChainLaw,
     Draft,
     Floats,
@@ -37,6 +38,7 @@ from outrider.errors import DraftFault, OutriderError, Unsupported
 __all__ = [
     "ROOT",
     "TRANSFORMS",
+    "Bools",
     "Budget",
     "ChainLaw",
     "Coins",

@@ -31,6 +31,7 @@ from outrider.errors import DraftFault
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 ROOT = -1
 """The parent of a draft that follows the request's last token."""
@@ -307,16 +308,15 @@ class Proposal(Generic[L_co]):
 
         nodes: [m] which drafts of the whole batch, in rising order
         """
-        owners, parents = self.owners[nodes], self.parents[nodes]
+        owners = self.owners[nodes]
         counts = np.bincount(owners, minlength=self.batch_size)
         starts = counts.cumsum() - counts
         place = np.full(len(self.parents) + 1, ROOT)  # the last entry is the root's
         place[nodes] = np.arange(len(nodes)) - starts[owners]
-        above = np.where(parents == ROOT, len(self.parents), self.starts[owners] + parents)
         return _checked(
             self.tokens[torch.from_numpy(nodes)],
             counts,
-            place[above],
+            place[self.above[nodes]],
             (PointMass(),) * self.batch_size,
             self.confidences[nodes],
         )
@@ -366,6 +366,12 @@ class Proposal(Generic[L_co]):
         return np.arange(len(self.parents)) - np.repeat(self.starts[:-1], self.num_drafts)
 
     @lazy
+    def above(self) -> Ints:
+        """[M] the index of each draft's parent among all drafts; M for the root."""
+        inside = self.starts[self.owners] + self.parents
+        return np.where(self.parents == ROOT, len(self.parents), inside)
+
+    @lazy
     def is_chain(self) -> bool:
         """Whether no request's drafts branch."""
         return bool((self.parents == self.places - 1).all())
@@ -375,11 +381,11 @@ class Proposal(Generic[L_co]):
         """[M] the number of drafts on the path to each draft, itself included."""
         if self.is_chain:
             return self.places + 1
-        above = np.where(self.parents == ROOT, ROOT, self.starts[self.owners] + self.parents)
-        depths, at = np.ones(len(above), np.int64), above
-        while (inside := at != ROOT).any():
+        root = len(self.parents)
+        up, depths, at = np.append(self.above, root), np.ones(root, np.int64), self.above
+        while (inside := at != root).any():
             depths += inside
-            at = np.where(inside, above[at], ROOT)
+            at = up[at]
         return depths
 
     @property

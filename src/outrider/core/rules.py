@@ -20,15 +20,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core.coins import Coins, Stream
-from outrider.core.proposal import ChainLaw, Ints, Law, Proposal, Siblings
+from outrider.core.proposal import Bools, ChainLaw, Ints, Law, Proposal, Siblings
 from outrider.core.target import TargetLaw
 from outrider.errors import Unsupported
 
-Bools = NDArray[np.bool_]
 RuleName = Literal["match", "residual", "block"]
 
 

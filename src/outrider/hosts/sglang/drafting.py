@@ -28,6 +28,7 @@ from outrider.drafters import (
     RoutedDrafter,
     make_drafter,
 )
+from outrider.drafters.compiled import IS_COMPILED
 from outrider.hosts.sglang.draft_model import SglangDraftModel
 from outrider.hosts.sglang.draft_weights import quantize
 from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
@@ -106,6 +107,11 @@ class Drafters:
             except (TypeError, ValueError) as error:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
             guards[name] = GuardedDrafter(drafter, vocab_size, timeout)
+        if not IS_COMPILED:
+            logger.warning(
+                "numba is not installed: looking drafts up takes about 100 times as long; "
+                "pip install 'outrider[fast]'"
+            )
         ranks = ranks or Ranks()
         router = RoutedDrafter(guards, _chosen) if ranks.leads else NoDrafter()
         found = Drafters(router, guards, model, control, ranks, models)

@@ -8,14 +8,11 @@ from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from outrider.core import Ints, Request, SamplingParams
+from outrider.core import Bools, Ints, Request, SamplingParams
 from outrider.hosts.sglang.drafting import Drafters
 from outrider.hosts.sglang.profile import request_options
 from outrider.hosts.sglang.rows import can_roll_back, sampling_kind
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass
