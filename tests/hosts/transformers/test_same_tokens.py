@@ -191,9 +191,11 @@ def test_twin_without_invariance_bits_differ(load, dtype):
 
 @pytest.mark.models
 def test_twin_without_invariance_tokens_differ(case, record):
-    """And other bits are other tokens, sooner or later: the comparison above can fail."""
-    wrong = sum(
+    """And other bits are other tokens, sooner or later: the comparison above can fail.
+
+    At which sizes a CPU's products differ depends on the CPU: the first that do are enough.
+    """
+    assert any(
         compare(case, "stories15m", "bfloat16", "random", k, range(8), "T=0.7", record, "law")
-        for k in (2, 5)
+        for k in (1, 2, 5, 8)
     )
-    assert wrong > 0
