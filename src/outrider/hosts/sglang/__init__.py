@@ -4,6 +4,7 @@ SGLang finds `register` by its entry point, `sglang.srt.plugins`. Read in this o
 
 * `plugin`: the hooks, and what happens at start-up
 * `contract`: every name of SGLang that we rely on, for one version of it
+* `guest`: what happens in any other version: nothing, or a refusal
 * `profile`: what a user can set, for the server and for a request
 * `worker`: the loop, in the shape of SGLang's speculative workers
 * `roster`, `drafting`: SGLang's requests as drafters see them, and the server's drafters

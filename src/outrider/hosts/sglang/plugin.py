@@ -3,7 +3,7 @@
 The hooks are laid whenever the package is installed, because SGLang loads plugins before it reads
 its arguments. Each looks first whether OUTRIDER was chosen, and is SGLang's own code if not. Apart
 from that stands the repair for ROCm, which $OUTRIDER_REPAIR asks for: it serves SGLang's own
-algorithms.
+algorithms. In an SGLang without a contract file no hook of these is laid: see `guest`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from outrider import __version__
 from outrider.core import Unsupported
 from outrider.hosts.sglang import contract_0_5_11 as contract
-from outrider.hosts.sglang import cpu, memory, rocm, settings
+from outrider.hosts.sglang import cpu, guest, memory, rocm, settings
 from outrider.hosts.sglang.profile import REPAIR_VARIABLE, load_profile, request_options
 
 NAME = "OUTRIDER"
@@ -55,6 +55,11 @@ class Algorithm:
 
 def register() -> None:
     """Lay the hooks. SGLang calls this in each of its processes."""
+    import sglang
+
+    if sglang.__version__ != contract.VERSION:
+        guest.register(NAME, contract.VERSION)
+        return
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
