@@ -98,6 +98,11 @@ class Server:
     def post(self, path: str, body: dict, timeout: float = 300) -> requests.Response:
         return session().post(self.url + path, json=body, timeout=timeout)
 
+    def ask_for(self, path: str) -> dict:
+        response = session().get(self.url + path, timeout=30)
+        assert response.ok, f"{response.status_code}: {response.text[:500]}"
+        return response.json()
+
     def ask(self, path: str, body: dict) -> dict | list:
         """Return the answer; a stream's is put together from its pieces."""
         if body.get("stream"):
