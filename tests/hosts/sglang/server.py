@@ -62,7 +62,7 @@ class Server:
         deadline = time.monotonic() + STARTUP_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server died:\n{self.tail()}")
+                raise RuntimeError(f"the server died ({self.process.returncode}):\n{self.tail()}")
             try:
                 if requests.get(self.url + "/health", timeout=5).ok:
                     return self
