@@ -329,3 +329,70 @@ def test_the_brake_has_the_last_word():
     world.run(drafter, 400)
     assert drafter.brake.pulled > 0
     assert sum(d[0] > 0 for d in world.drafts[-200:]) < 40
+
+
+class Overlapped(World):
+    """A host that need not wait for drafts: it looks for them before a launch, or after it.
+
+    exposed: seconds for which the device waits if it looks before
+    """
+
+    exposed = 0.03
+
+    def step(self, drafter):
+        if not drafter.is_asleep:
+            self.seconds += self.exposed
+            drafter.waited(self.exposed)
+            super().step(drafter)
+            return
+        budget = Budget((K,) * len(self.requests), "match", KeyedCoins(), self.trees)
+        drafter.look(self.requests, budget)
+        self.seconds += self.verify(len(self.requests)) * self.noise()
+        drafter.observe([Outcome(r, (r.text(0),), (0,), 0, 0, None) for r in self.requests])
+        self.emitted = [count + 1 for count in self.emitted]
+        self.drafts.append((0,) * len(self.requests))
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_nobody_waits_for_drafts_that_are_never_right(batch):
+    world = Overlapped(batch)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.05)}, clock=world.clock)
+    world.run(drafter, 60)
+    plain = batch / 0.1
+    assert world.run(drafter, 400) >= 0.97 * plain
+    assert drafter.is_asleep
+    # the twin: a drafter that cannot sleep pays for looking in every step
+    twin = Overlapped(batch)
+    sleepless = AdaptiveDrafter({"free": Guesser("free", 0.05)}, clock=twin.clock)
+    sleepless.waited = lambda seconds: None
+    assert twin.run(sleepless, 400) < 0.85 * plain
+
+
+def test_who_sleeps_wakes_up_when_drafts_become_right():
+    world, guesser = Overlapped(4), Guesser("free", 0.05)
+    drafter = AdaptiveDrafter({"free": guesser}, clock=world.clock)
+    world.run(drafter, 200)
+    assert drafter.is_asleep
+    guesser.chance = 0.95
+    world.run(drafter, 60)
+    assert not drafter.is_asleep
+    best = World(4).run(Fixed(Guesser("free", 0.95), K), 400)
+    assert world.run(drafter, 200) > 0.7 * best  # it waits 0.03 of each 0.13 seconds
+
+
+def test_a_model_that_may_be_worth_it_is_waited_for():
+    world = Overlapped(1)
+    model = Guesser("model", 0.9, passes=world.draft_passes)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.0)}, model, clock=world.clock)
+    world.run(drafter, 300)
+    assert world.run(drafter, 200) > 1.5 * (1 / 0.1)
+
+
+def test_waits_are_learnt_and_hoped_to_be_shorter():
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.5)}, clock=lambda: 0.0)
+    drafter.waited(0.01)
+    drafter.waited(5.0)  # once: somebody else had the machine
+    assert 0.01 < drafter.exposed < 0.012
+    before = drafter.exposed
+    drafter.look(World(2).requests, Budget((K, K), "match", KeyedCoins(), False))
+    assert drafter.exposed < before

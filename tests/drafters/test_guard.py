@@ -225,3 +225,26 @@ def test_thread_without_fault():
     guard = GuardedDrafter(Scripted(), V, timeout=5)
     assert run(guard, 3) == [True] * 3
     guard.close()
+
+
+class Looking(Scripted):
+    """A drafter that also looks while the device works."""
+
+    def look(self, requests, budget):
+        self.calls.append("look")
+        if self.script:
+            self.script.pop(0)()
+
+
+def test_a_look_is_guarded_too():
+    drafter = Looking()
+    guard, some = GuardedDrafter(drafter, V), requests()
+    guard.look(some, budget())
+    assert "look" not in drafter.calls  # it does not know them yet
+    guard.start(some)
+    guard.look(some, budget())
+    assert drafter.calls[-1] == "look"
+    drafter.script.append(fail)
+    guard.look(some, budget())
+    assert guard.fallbacks["error"] == 2
+    GuardedDrafter(Scripted(), V).look(some, budget())  # most do not look

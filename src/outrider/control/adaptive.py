@@ -66,6 +66,9 @@ CHECK, CLOSE = 16, 1.2
 """Where a plan promises less than CLOSE times plain decoding, every CHECK-th step is plain: what is
 compared with must have been measured lately."""
 
+HOPE = 0.997
+"""By how much looking before a launch is thought to cost less, after each step without."""
+
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 """How deep a draft model is considered."""
 
@@ -191,6 +194,10 @@ class AdaptiveDrafter:
     clock: seconds, from anywhere
     knots: numbers of rows for which the host has captured graphs, if it has
     on_step: is told of each step
+    exposed: seconds for which a device waits while drafts are looked for before a launch: a host
+        that can do without says so (`waited`)
+    is_asleep: whether launches need not wait for drafts now: such a host may launch plain steps,
+        and call `look` while the device works
     """
 
     name = "adaptive"
@@ -207,6 +214,8 @@ class AdaptiveDrafter:
         self.acceptance, self.cost, self.brake = Acceptance(), StepCost(knots), Brake()
         self._free, self._model, self._margin, self._clock = dict(free), model, margin, clock
         self._on_step = on_step
+        self.exposed, self.is_asleep = 0.0, False
+        self._observed = clock()
         self._step: Step | None = None
         self._offers: list[_Offer] = []
         self._rows: Ints = np.empty(0, np.int64)
@@ -236,15 +245,8 @@ class AdaptiveDrafter:
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
         """Return what is expected to emit the most tokens a second."""
-        context = sum(request.length for request in requests)
-        self._step = step = Step(self._clock(), len(requests), context)
-        self._rows = self.acceptance.rows([request.id for request in requests])
-        self._offers = []
-        if not self.cost.verify.has_seen(len(requests)):
-            self.meanwhile()  # it may just have been seen
-        if not self.brake.is_on:
-            for name, drafter in self._free.items():
-                self._add_offer(name, drafter.propose(requests, budget))
+        step = self._begin(requests, self._clock())
+        self._ask_free(requests, budget)
         plan = self._join(budget)
         plan, nodes = self._choose(requests, budget, plan, step)
         proposal = plan.tree.take(nodes) if len(nodes) else Proposal.empty(len(requests))
@@ -252,9 +254,60 @@ class AdaptiveDrafter:
         step.rows, step.proposed = proposal.num_rows, self._clock()
         return proposal
 
+    def look(self, requests: Sequence[Request], budget: Budget) -> None:
+        """Look for the drafts of a step that was launched without, while the device works.
+
+        What they would have been worth is learnt, and whether to wait for them again.
+        """
+        self.exposed *= HOPE
+        step = self._begin(requests, self._observed)
+        self._ask_free(requests, budget)
+        plan = self._join(budget)
+        nothing = np.empty(0, np.int64)
+        self._last = _Last(requests, Proposal.empty(len(requests)), nothing, self._offers)
+        step.rows, step.proposed = len(requests), step.t
+        if self.brake.is_on or not self.cost.verify.has_seen(len(requests)):
+            return
+        seconds = self.cost.table(len(requests) + int(budget.max_drafts.sum()), step.context)
+        # the step emits what the first drafts say, or something else: the next one has the others
+        later = plan.survival[plan.tree.depths > 1]
+        # a step with drafts waits, and so does the one after it
+        is_worth_it = self._is_worth_waiting(later, len(requests), seconds, waits=2)
+        if not is_worth_it and self._model is not None:
+            is_worth_it = self._may_use_model(requests, budget, plan, seconds)
+        self.is_asleep = not is_worth_it
+
+    def waited(self, seconds: float) -> None:
+        """Learn for how long the device waited while drafts were looked for."""
+        clipped = min(seconds, 2 * self.exposed) if self.exposed else seconds
+        self.exposed += 0.1 * (clipped - self.exposed) if self.exposed else clipped
+
+    def _begin(self, requests: Sequence[Request], t: float) -> Step:
+        context = sum(request.length for request in requests)
+        self._step = step = Step(t, len(requests), context)
+        self._rows = self.acceptance.rows([request.id for request in requests])
+        self._offers = []
+        if not self.cost.verify.has_seen(len(requests)):
+            self.meanwhile()  # it may just have been seen
+        return step
+
+    def _ask_free(self, requests: Sequence[Request], budget: Budget) -> None:
+        if not self.brake.is_on:
+            for name, drafter in self._free.items():
+                self._add_offer(name, drafter.propose(requests, budget))
+
+    def _is_worth_waiting(
+        self, survival: Floats, batch: int, seconds: Floats, waits: int = 1
+    ) -> bool:
+        """Say whether drafts win more than it costs to look for them before a launch."""
+        plain = batch / float(seconds[batch])
+        waiting = best_goodput(survival, batch, seconds + waits * self.exposed)
+        return waiting > (1 + self._margin) * plain
+
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Tell every drafter what was emitted; the rest is learnt later, by `meanwhile`."""
         self.meanwhile()
+        self._observed = self._clock()
         done = Outcomes.of(outcomes)
         if self._step is not None:
             step, self._step = self._step, None
@@ -331,11 +384,16 @@ class AdaptiveDrafter:
         """Return which drafts to verify, of which plan: the model may have added to it."""
         batch, nothing = len(requests), np.empty(0, np.int64)
         if self.brake.is_on or not self.cost.verify.has_seen(batch):
+            self.is_asleep = self.exposed > 0
             return plan, nothing
         rows = batch + int(budget.max_drafts.sum())
         seconds = self.cost.table(rows, step.context)
         best = choose(plan.tree, plan.survival, seconds, self._margin)
         goodput, users = self._consult(requests, budget, plan, best.goodput, seconds, step)
+        if self.exposed:
+            self.is_asleep = not len(users) and not self._is_worth_waiting(
+                plan.survival, batch, seconds
+            )
         size = self.cost.verify.knot(batch)
         self._since_plain[size] += 1
         if self._since_plain[size] >= CHECK and goodput * seconds[batch] < CLOSE * batch:
@@ -365,13 +423,10 @@ class AdaptiveDrafter:
         """
         if self._model is None:
             return without, np.empty(0, np.int64)
-        self._rest += 1
-        idle = [self._idle.get(request.id, self._rest - 1) + 1 for request in requests]
-        self._idle.update(zip((request.id for request in requests), idle, strict=True))
         known = self.acceptance.chances(_AHEAD.format(self._model.name))
         sure = np.ones(len(requests))
         unread = np.array([self._model.unread(request) for request in requests])
-        chances = known.optimistic(self._rows, sure, np.array(idle))
+        chances = self._hopes(requests)
         ready = np.array([self._model.ready(request) for request in requests])
         if not ready.all():
             # reading costs once and serves all later steps: it is not held against this one
@@ -385,6 +440,24 @@ class AdaptiveDrafter:
         if not users.all():
             users = users | self._best_users(chances, expected, *given)[1]
         return expected, np.flatnonzero(users)
+
+    def _hopes(self, requests: Sequence[Request]) -> Floats:
+        """Return the optimistic estimate of each request's drafts by the model."""
+        assert self._model is not None
+        self._rest += 1
+        idle = [self._idle.get(request.id, self._rest - 1) + 1 for request in requests]
+        self._idle.update(zip((request.id for request in requests), idle, strict=True))
+        known = self.acceptance.chances(_AHEAD.format(self._model.name))
+        return known.optimistic(self._rows, np.ones(len(requests)), np.array(idle))
+
+    def _may_use_model(
+        self, requests: Sequence[Request], budget: Budget, plan: _Plan, seconds: Floats
+    ) -> bool:
+        """Say whether the model may be worth waiting for, as far as can be hoped."""
+        batch = len(requests)
+        plain, ones = batch / float(seconds[batch]), np.ones(batch, np.int64)
+        given = plain, budget, plan, ones, seconds + self.exposed
+        return bool(self._best_users(self._hopes(requests), *given)[1].any())
 
     def _best_users(
         self,

@@ -50,6 +50,8 @@ class GuardedDrafter:
         self.fallbacks: Counter[str] = Counter()
         self._drafter = drafter
         self._meanwhile: Callable[[], None] | None = getattr(drafter, "meanwhile", None)
+        self._look: Callable[[Sequence[Request], Budget], None] | None
+        self._look = getattr(drafter, "look", None)
         self._vocab_size = vocab_size
         self._timeout = timeout
         self._thread = ThreadPoolExecutor(1, "outrider-draft") if timeout else None
@@ -81,6 +83,12 @@ class GuardedDrafter:
             return Proposal.empty(len(requests))
         self._next_rest = 1
         return proposal
+
+    def look(self, requests: Sequence[Request], budget: Budget) -> None:
+        """Let the drafter look at requests whose step goes without its drafts, if it does that."""
+        if self._look is not None and all(r.id in self._known for r in requests) and self._ready():
+            look = self._look
+            self._call("look", requests, lambda: look(requests, budget))
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Tell the drafter of the requests that it knows."""

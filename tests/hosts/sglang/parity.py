@@ -18,7 +18,7 @@ COMMON = [
 ROOMY = [*COMMON, "--max-total-tokens", "4096", "--max-running-requests", "16"]
 TIGHT = [
     *COMMON,
-    *("--max-total-tokens", "260", "--max-running-requests", "12"),
+    *("--max-total-tokens", "340", "--max-running-requests", "12"),
     *("--schedule-conservativeness", "0.05", "--chunked-prefill-size", "48", "--enable-metrics"),
 ]
 STOCK = ["--attention-backend", "torch_native"]

@@ -98,7 +98,7 @@ def setting(monkeypatch):
     def run_draft(few):
         return device.launch(DRAFT * seconds(few.rows), few.rows)
 
-    req = SimpleNamespace(output_ids=[4])
+    req = SimpleNamespace(origin_input_ids=[4])
     batch = SimpleNamespace(
         reqs=[req],
         req_pool_indices=torch.tensor([3]),

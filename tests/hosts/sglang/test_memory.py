@@ -27,6 +27,12 @@ def test_logits_stay_within_the_limit(vocab_size, penalties, rows):
     assert (rows + 1) * memory.row_bytes(vocab_size, 2, penalties) > memory.LIMIT
 
 
+def kinds(*prepared):
+    """Return penalties of the host's: of each kind, whether someone has it."""
+    penalizers = {i: SimpleNamespace(is_prepared=lambda p=p: p) for i, p in enumerate(prepared)}
+    return SimpleNamespace(is_required=any(prepared), penalizers=penalizers)
+
+
 def test_a_step_with_penalties_has_fewer_rows():
     """256 requests, K = 4: 1,280 rows of Qwen's logits do not fit, with penalties far fewer do."""
     worker = OutriderWorker.__new__(OutriderWorker)
@@ -34,23 +40,21 @@ def test_a_step_with_penalties_has_fewer_rows():
     worker._coins, worker._trees = None, True
     worker._drafters = SimpleNamespace(fallbacks=Counter())
 
-    def most(count, penalties=0):
+    def most(count, *penalties):
+        penalties = kinds(*penalties)
         columns = SimpleNamespace(max_tokens=np.full(count, 100), max_drafts=np.full(count, 4))
         worker._roster = SimpleNamespace(columns=columns)
+        batch = SimpleNamespace(sampling_info=SimpleNamespace(penalizer_orchestrator=penalties))
         (drafts,) = set(
-            worker._budget([SimpleNamespace(output_ids=[])] * count, penalties).max_drafts.tolist()
+            worker._budget(batch, [SimpleNamespace(output=[])] * count).max_drafts.tolist()
         )
         return drafts
 
-    assert (most(200), most(256), most(256, penalties=3)) == (4, 2, 0)
+    assert (most(200), most(256), most(256, True, True, True)) == (4, 2, 0)
     assert worker._drafters.fallbacks == {"rows": 512}
 
 
 def test_penalties_are_counted_by_kind():
-    def kinds(*prepared):
-        penalizers = {i: SimpleNamespace(is_prepared=lambda p=p: p) for i, p in enumerate(prepared)}
-        return SimpleNamespace(is_required=any(prepared), penalizers=penalizers)
-
     assert memory.num_penalties(kinds(False, False)) == 0
     assert memory.num_penalties(kinds(True, False, True)) == 2
 

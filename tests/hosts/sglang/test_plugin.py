@@ -93,7 +93,8 @@ def test_chosen():
     algorithm = SpeculativeAlgorithm.from_string("outrider")
     assert algorithm.name == "OUTRIDER"
     assert not algorithm.is_none()
-    assert not algorithm.supports_spec_v2()
+    assert algorithm.supports_spec_v2()
+    assert not algorithm.is_speculative()  # graphs are those of plain decoding
 
 
 def arguments(**asked):
@@ -114,6 +115,7 @@ def arguments(**asked):
     ]
     default |= {f"enable_{name}": False for name in flags}
     default |= {"lora_paths": None, "is_embedding": False, "speculative_adaptive": False}
+    default |= {"disable_overlap_schedule": False}
     return SimpleNamespace(**{**default, **asked})
 
 
@@ -157,7 +159,14 @@ def test_sglangs_own_flags_say_how_many_drafts(steps, rows, expected):
     settings.apply(args)
     assert args.speculative_num_steps == expected
     assert args.speculative_num_draft_tokens == expected + 1
-    assert args.disable_overlap_schedule
+    assert not args.disable_overlap_schedule
+
+
+@pytest.mark.parametrize(("disabled", "name"), [(False, "OverlapWorker"), (True, "OutriderWorker")])
+def test_the_scheduler_says_which_worker(disabled, name, monkeypatch):
+    monkeypatch.setattr(plugin, "check_hooks", lambda: None)
+    worker = plugin.Algorithm().create_worker(arguments(disable_overlap_schedule=disabled))
+    assert worker.__name__ == name
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(None, 7), (9, 9), (7, 7)])

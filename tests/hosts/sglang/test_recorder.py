@@ -1,4 +1,4 @@
-"""The budget of a decode step: one read from the device, two copies to it."""
+"""The budget of a decode step: one read from the device, two copies to it; without drafts none."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from paced.tensor import Timed
 from paced.texts import MIXED, prompts
 
 READS, COPIES = 1, 2
+"""One of the copies is for slots that are reserved ahead: the device does not wait for it."""
 TOKENS = 40
 
 
@@ -141,7 +142,8 @@ def steps(launch, tmp_path_factory):
 def test_every_drafter_was_recorded(steps):
     for name, found in steps.items():
         assert len(found) > 3, name
-        assert all(step.reads for step in found), name
+        # whoever may draft reads; without drafts the scheduler reads later, and nobody waits
+        assert any(step.reads for step in found) == (not name.startswith("none")), name
         assert not any(step.mixes for step in found), name
 
 

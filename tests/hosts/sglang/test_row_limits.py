@@ -37,9 +37,11 @@ def test_a_stock_backend_with_many_requests_is_counted():
     worker._max_rows, worker._coins, worker._trees = 64, None, False
     worker._logits = 1000, 2
     worker._drafters = SimpleNamespace(fallbacks=Counter())
-    req = SimpleNamespace(output_ids=[])
+    request = SimpleNamespace(output=[])
+    orchestrator = SimpleNamespace(is_required=False)
+    batch = SimpleNamespace(sampling_info=SimpleNamespace(penalizer_orchestrator=orchestrator))
     for count, drafts, counted in ((10, 4, {}), (40, 0, {"rows": 40})):
         columns = SimpleNamespace(max_tokens=np.full(count, 100), max_drafts=np.full(count, 4))
         worker._roster = SimpleNamespace(columns=columns)
-        assert worker._budget([req] * count).max_drafts.tolist() == [drafts] * count
+        assert worker._budget(batch, [request] * count).max_drafts.tolist() == [drafts] * count
         assert worker._drafters.fallbacks == counted

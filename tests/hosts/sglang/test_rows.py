@@ -50,6 +50,18 @@ class Req:
         self.custom_logit_processor = None
         self.tokenizer = SimpleNamespace(eos_token_id=2, additional_stop_token_ids=None)
 
+    @property
+    def live(self):
+        """Return the request as drafters see it."""
+        return SimpleNamespace(req=self, output=self.output_ids)
+
+
+def company(batch):
+    """Return all requests of a batch."""
+    count = len(batch.reqs)
+    requests = [req.live for req in batch.reqs]
+    return rows.Company(requests, np.arange(count), np.zeros(count, np.int64), ["greedy"] * count)
+
 
 class Batch:
     """A decode batch, its sampling parameters made by the host."""
@@ -84,7 +96,7 @@ def alone(r, path, logits):
     """Return what plain decoding makes of a row: one request, its tokens counted one by one."""
     batch = Batch([Req("x", [], **PARAMS[r])])
     batch.reqs[0].output_ids = [*OUTPUTS[r], *path]
-    batch.penalties.catch_up(batch)
+    batch.penalties.catch_up(batch, [req.live for req in batch.reqs])
     return biased(batch.sampling_info, logits[None])[0]
 
 
@@ -95,7 +107,7 @@ def row_logits(advance=True, monkeypatch=None):
     if not advance:
         monkeypatch.setattr(rows, "advance", lambda *args: None)
     owner = torch.from_numpy(proposal.row_owners)
-    info = rows._row_sampling(batch, proposal, owner)
+    info = rows._row_sampling(batch, company(batch), proposal, owner)
     expected = [
         alone(r, path, logits[i])
         for i, (r, path) in enumerate(zip(proposal.row_owners, proposal.paths(), strict=True))
@@ -121,7 +133,7 @@ def test_a_retracted_request_keeps_its_penalties():
     req = Req("x", [3, 4, 5], repetition_penalty=1.5)
     first = Batch([req])
     req.output_ids += [6, 7]
-    first.penalties.catch_up(first)
+    first.penalties.catch_up(first, [req.live for req in first.reqs])
     again = Batch([req])  # the host makes penalties anew, as for a new request
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(1))
     assert torch.equal(biased(first.sampling_info, logits), biased(again.sampling_info, logits))
@@ -250,5 +262,5 @@ def test_penalties_are_counted_for_those_that_have_them_alone():
     orchestrator.cumulate_output_tokens = lambda ids: (steps.append(ids), count(ids))
     for req in reqs:
         req.output_ids.append(5)
-    batch.penalties.catch_up(batch)
+    batch.penalties.catch_up(batch, [req.live for req in batch.reqs])
     assert [ids.tolist() for ids in steps] == [[0, 5]]

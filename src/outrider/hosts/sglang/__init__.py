@@ -6,7 +6,8 @@ SGLang finds `register` by its entry point, `sglang.srt.plugins`. Read in this o
 * `contract`: every name of SGLang that we rely on, for one version of it
 * `guest`: what happens in any other version: nothing, or a refusal
 * `profile`: what a user can set, for the server and for a request
-* `worker`: the loop, in the shape of SGLang's speculative workers
+* `worker`: the loop, by the contract that SGLang has without overlap
+* `overlap`: the same loop under overlap: a step is launched before the last one is known
 * `roster`, `drafting`: SGLang's requests as drafters see them, and the server's drafters
 * `flush`, `explain`: streams in chunks of a fixed size; what each step did, for those who ask
 * `rows`: a verify pass as a decode batch with one row for each token; the host's own sampler

@@ -107,7 +107,7 @@ class _Timing:
     def _rows(self, count: int) -> Any:
         batch, length = self._batch, int(self._batch.seq_lens_cpu[0])
         indices = batch.req_pool_indices[:1].expand(count)
-        tokens, positions = [batch.reqs[0].output_ids[-1]] * count, [length] * count
+        tokens, positions = [batch.reqs[0].origin_input_ids[-1]] * count, [length] * count
         rows = decode_rows(self._plain, tokens, indices, positions, self._slots[:count])
         rows.reqs = self._plain.reqs[:1] * count
         return rows

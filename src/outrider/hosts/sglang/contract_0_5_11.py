@@ -33,6 +33,11 @@ HOOKS: dict[str, str] = {
     "managers.tokenizer_manager.TokenizerManager._handle_batch_output": "self recv_obj",
     "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
     ".stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
+    "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": "self seq_lens_cpu_cache",
+    "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
+    "._resolve_spec_overlap_token_ids": "self result batch",
+    "managers.overlap_utils.FutureMap.resolve_future": "self model_worker_batch",
+    "managers.overlap_utils.FutureMap.store_to_map": "self future_indices batch_result",
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
@@ -76,7 +81,6 @@ CALLS: dict[str, str] = {
     "managers.schedule_batch.Req.finished": "self",
     "managers.schedule_batch.Req.update_spec_acceptance_histogram": "self accepted_draft_tokens",
     "managers.schedule_batch.Req.update_reasoning_tokens": "self token_id think_end_id",
-    "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": "self seq_lens_cpu_cache",
     "managers.tp_worker.TpModelWorker.__init__": (
         "self server_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank moe_dp_rank dp_rank "
         "nccl_port is_draft_worker req_to_token_pool token_to_kv_pool_allocator "
@@ -86,6 +90,7 @@ CALLS: dict[str, str] = {
         "self model_worker_batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init"
     ),
     "managers.tp_worker.TpModelWorker.get_memory_pool": "self",
+    "managers.utils.get_alloc_len_per_decode": "server_args",
     "mem_cache.common.alloc_for_decode": "batch token_per_req",
     "mem_cache.common.alloc_token_slots": "tree_cache num_tokens backup_state",
     "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": (
@@ -118,12 +123,12 @@ FIELDS: dict[str, str] = {
     "managers.tokenizer_manager.ReqState": "out_list obj",
     "managers.utils.GenerationBatchResult": (
         "logits_output next_token_ids num_accepted_drafts num_accepted_drafts_per_req_cpu "
-        "can_run_cuda_graph accept_lens"
+        "can_run_cuda_graph accept_lens copy_done next_draft_input"
     ),
     "sampling.sampling_batch_info.SamplingBatchInfo": (
         "temperatures is_all_greedy need_top_p_sampling need_top_k_sampling need_min_p_sampling "
         "grammars vocab_mask penalizer_orchestrator has_custom_logit_processor custom_params "
-        "sampling_seed"
+        "sampling_seed acc_additive_penalties acc_scaling_penalties"
     ),
     "managers.schedule_batch.ScheduleBatch": (
         "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache forward_mode sampling_info "
@@ -157,7 +162,7 @@ ATTRIBUTES: dict[str, str] = {
         "output_token_ids_logprobs_val output_token_ids_logprobs_idx return_hidden_states "
         "hidden_states require_reasoning req_pool_idx extra_key stream finished_output "
         "finished_len output_ids_through_stop send_token_offset send_decode_id_offset "
-        "reasoning_tokens"
+        "reasoning_tokens is_retracted custom_logit_processor"
     ),
     "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin": "server_args",
     "managers.tokenizer_manager.TokenizerManager": "rid_to_state server_args",

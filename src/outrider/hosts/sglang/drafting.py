@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -154,6 +154,13 @@ class Drafters:
             self.model.undo("a pass failed on another rank")
             return Proposal.empty(len(requests))
         return proposal
+
+    def look(self, requests: Sequence[Any], budget: Budget) -> None:
+        """Let control look for the drafts of a step that was launched without: to learn."""
+        mine = [r for r, request in enumerate(requests) if _chosen(request) == ADAPTIVE]
+        if mine:
+            some = replace(budget, max_drafts=budget.max_drafts[mine])
+            self.guards[ADAPTIVE].look([requests[r] for r in mine], some)
 
     def _follow(self, batch_size: int) -> Proposal[Law]:
         """Make the passes that rank 0 tells of. Return its proposal, unless one of them failed."""

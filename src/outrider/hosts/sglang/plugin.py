@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 class Algorithm:
     """Stands in for a member of SGLang's `SpeculativeAlgorithm`, a closed enum in 0.5.11.
 
-    To the scheduler it is speculative, by the contract of spec v1 (no overlap). To whoever
-    captures CUDA graphs it is not: a verify pass of ours is a decode batch, so the graphs of plain
-    decoding serve it.
+    To the scheduler it is speculative, by the contract of spec v2 with overlap, of spec v1 without.
+    To whoever captures CUDA graphs it is not: a verify pass of ours is a decode batch, so the
+    graphs of plain decoding serve it.
     """
 
     name = NAME
@@ -39,18 +39,26 @@ class Algorithm:
         """Say no: there is a worker of ours."""
         return False
 
+    def supports_spec_v2(self) -> bool:
+        """Say yes: the scheduler may overlap. It asks only if it does."""
+        return True
+
     def is_speculative(self) -> bool:
         """Say no: capture the graphs of plain decoding."""
         return False
 
-    is_eagle = is_eagle3 = is_dflash = is_standalone = is_ngram = supports_spec_v2 = is_speculative
+    is_eagle = is_eagle3 = is_dflash = is_standalone = is_ngram = is_speculative
 
     def create_worker(self, server_args: Any) -> type:
         """Return our worker, having made sure that all hooks hold."""
         check_hooks()
-        from outrider.hosts.sglang.worker import OutriderWorker
+        if server_args.disable_overlap_schedule:
+            from outrider.hosts.sglang.worker import OutriderWorker
 
-        return OutriderWorker
+            return OutriderWorker
+        from outrider.hosts.sglang.overlap import OverlapWorker
+
+        return OverlapWorker
 
 
 def register() -> None:
@@ -237,6 +245,27 @@ def _handle_batch_output(original: Callable[..., Any], self: Any, recv_obj: Any)
     return one_by_one(original, self, recv_obj)
 
 
+def _model_worker_batch(result: Any, self: Any, seq_lens_cpu_cache: Any = None) -> None:
+    if isinstance(self.spec_algorithm, Algorithm):
+        result.outrider_batch = self  # under overlap, workers are given no more than the result
+
+
+def _resolve_tokens(original: Callable[..., Any], self: Any, result: Any, batch: Any) -> Any:
+    if isinstance(batch.spec_algorithm, Algorithm):
+        return self.draft_worker.resolve(result, batch)
+    return original(self, result, batch)
+
+
+def _resolve_future(original: Callable[..., Any], self: Any, model_worker_batch: Any) -> Any:
+    # ours keeps what the next step needs itself
+    is_ours = isinstance(self.spec_algo, Algorithm)
+    return None if is_ours else original(self, model_worker_batch)
+
+
+def _store_to_map(original: Callable[..., Any], self: Any, indices: Any, result: Any) -> Any:
+    return None if isinstance(self.spec_algo, Algorithm) else original(self, indices, result)
+
+
 def _init_kv_copy(original: Callable[..., Any], self: Any) -> Any:
     args = _current_args()
     if self.device == "cpu" and args is not None and _chosen(args):
@@ -297,6 +326,11 @@ _HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
         _handle_batch_output,
         "AROUND",
     ),
+    "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": (_model_worker_batch, "AFTER"),
+    "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
+    "._resolve_spec_overlap_token_ids": (_resolve_tokens, "AROUND"),
+    "managers.overlap_utils.FutureMap.resolve_future": (_resolve_future, "AROUND"),
+    "managers.overlap_utils.FutureMap.store_to_map": (_store_to_map, "AROUND"),
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (_init_kv_copy, "AROUND"),
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": (
         _batch_invariant_mode,

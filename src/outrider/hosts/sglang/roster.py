@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -11,8 +11,8 @@ import numpy as np
 
 from outrider.core import Bools, Ints, Request, SamplingParams
 from outrider.hosts.sglang.drafting import Drafters
-from outrider.hosts.sglang.profile import request_options
-from outrider.hosts.sglang.rows import can_roll_back, sampling_kind
+from outrider.hosts.sglang.profile import ADAPTIVE, request_options
+from outrider.hosts.sglang.rows import can_roll_back, has_penalties, sampling_kind
 
 
 @dataclass
@@ -44,6 +44,8 @@ class Columns:
     careful: whether more than its tokens may end it: stop strings, a grammar, reasoning
     stop_ids: all tokens that may end one of them
     may_draft: whether one of them may have drafts
+    adaptive: whether control decides for all that may
+    needs_text: whether what is sampled depends on what one of them has emitted
     wants_output: whether one of them wants logprobs or hidden states
     explain: whether one of them asks what each step did
     """
@@ -54,6 +56,8 @@ class Columns:
     careful: Bools
     stop_ids: frozenset[int]
     may_draft: bool
+    adaptive: bool
+    needs_text: bool
     wants_output: bool
     explain: bool
 
@@ -76,6 +80,13 @@ class Columns:
             careful=np.array(careful, np.bool_),
             stop_ids=frozenset(stops),
             may_draft=any(request.max_drafts for request in requests),
+            adaptive=all(r.drafter == ADAPTIVE for r in requests if r.max_drafts),
+            needs_text=any(
+                req.grammar is not None
+                or req.custom_logit_processor is not None
+                or has_penalties(req)
+                for req in reqs
+            ),
             wants_output=any(req.return_logprob or req.return_hidden_states for req in reqs),
             explain=any(request.explain for request in requests),
         )
@@ -128,16 +139,32 @@ class Roster:
     def __len__(self) -> int:
         return len(self._live)
 
-    def call(self, reqs: Sequence[Any]) -> list[LiveRequest]:
+    def has(self, reqs: Sequence[Any]) -> bool:
+        """Say whether these are the requests of the last step."""
+        return reqs == self._present
+
+    def newcomers(self, reqs: Sequence[Any]) -> bool:
+        """Say whether one of these requests may have drafts and is not known yet."""
+        if reqs == self._present:
+            return False
+        return any(req.rid not in self._live and self.wishes(req).max_drafts for req in reqs)
+
+    def call(
+        self, reqs: Sequence[Any], first: Mapping[str, tuple[int, int, Any]] | None = None
+    ) -> list[LiveRequest]:
         """Return these requests. Add new ones, and drop those that have left the batch.
 
         The list is the same one as long as the requests are.
+
+        first: of requests that have just been read: how long they were, and the token that
+            follows, which the host may not have appended yet
         """
         if reqs == self._present:  # as nearly always
             return self._requests
         present = {req.rid for req in reqs}
         self.dismiss([rid for rid in self._live if rid not in present])
-        new = [self._welcome(req) for req in reqs if req.rid not in self._live]
+        first = first or {}
+        new = [self._welcome(req, first.get(req.rid)) for req in reqs if req.rid not in self._live]
         if new:
             self._drafters.router.start(new)
         self._present, self._requests = list(reqs), [self._live[req.rid] for req in reqs]
@@ -161,8 +188,15 @@ class Roster:
         most = self._usual if asked is None else min(self._most, asked)
         return Wishes(drafter, 0 if drafter == "none" else most, options.explain)
 
-    def _welcome(self, req: Any) -> LiveRequest:
+    def ended(self) -> list[str]:
+        """Return those that have ended."""
+        return [rid for rid, live in self._live.items() if live.finish_reason is not None]
+
+    def _welcome(self, req: Any, first: tuple[int, int, Any] | None) -> LiveRequest:
         drafter, most, explain = self.wishes(req)
+        output = list(req.output_ids)
+        if first is not None and first[0] == len(req.origin_input_ids) + len(output):
+            output.append(first[1])
         if req.grammar is not None and not can_roll_back(req.grammar):
             self._drafters.fallbacks["grammar"] += 1
             most = 0
@@ -172,7 +206,7 @@ class Roster:
             prompt=tuple(req.origin_input_ids),
             sampling=self._guess(req.sampling_params),
             seed=42 if seed is None else seed & (2**63 - 1),  # the host's own default
-            output=list(req.output_ids),
+            output=output,
             req=req,
             drafter=drafter,
             max_drafts=most,

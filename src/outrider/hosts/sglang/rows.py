@@ -14,11 +14,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,6 +30,9 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
 from outrider.core import Ints, Law, Outcomes, Proposal
+
+if TYPE_CHECKING:
+    from outrider.hosts.sglang.roster import LiveRequest
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +69,12 @@ def write_slots(batch: Any, owner: Tensor, position: Tensor) -> Tensor:
     pool_index = batch.req_pool_indices[owner]
     batch.req_to_token_pool.write((pool_index, position), slots.to(torch.int32))
     return slots
+
+
+def read_slots(batch: Any, owner: Tensor, position: Tensor) -> Tensor:
+    """Return the slots that the host's table has for these positions."""
+    slots: Tensor = batch.req_to_token_pool.req_to_token[batch.req_pool_indices[owner], position]
+    return slots.to(torch.int64)
 
 
 def to_device(array: Ints, device: Any) -> Tensor:
@@ -121,15 +130,13 @@ def decode_rows(
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """The rows of a step: the host's decode batch over them, and where their keys and values go.
+    """The rows of a step: the host's decode batch over them.
 
     forward: the batch
-    block: their slots; None without drafts: all of them stay
     groups: rows of one kind, which are sampled together: see `sample`
     """
 
     forward: Any
-    block: Block | None
     groups: Sequence[tuple[str, Tensor | None]]
 
     @staticmethod
@@ -143,42 +150,39 @@ class StepRows:
         for lens in (batch.seq_lens, batch.seq_lens_cpu, batch.orig_seq_lens):
             lens.add_(1)
         batch.seq_lens_sum += len(batch.reqs)
-        forward = batch.get_model_worker_batch()
-        return StepRows(forward, None, kind_groups(kinds, batch.device))
+        return StepRows(batch.get_model_worker_batch(), kind_groups(kinds, batch.device))
 
     @staticmethod
     def of(
-        batch: Any, kinds: Sequence[str], proposal: Proposal[Law], reserved: Block | None
+        batch: Any,
+        plain: Any,
+        company: Company,
+        proposal: Proposal[Law],
+        find_slots: Callable[[Any, Tensor, Tensor], Tensor],
     ) -> StepRows:
         """Lay the rows of a proposal out: all that the device is told goes in one copy.
 
-        kinds: [B] how each request is sampled
-        reserved: slots that were given out before; None to allocate just those that are needed
+        batch, plain: the host's decode batch, and the same as its workers take it
+        company: the requests of the proposal
+        find_slots: gives rows their slots: `write_slots` or `read_slots`
         """
-        plain = batch.get_model_worker_batch()
-        last_tokens = [req.output_ids[-1] for req in batch.reqs]
-        owners, starts = proposal.row_owners, proposal.root_rows
-        lens = batch.seq_lens_cpu.numpy()
+        owners, starts, lens = proposal.row_owners, proposal.root_rows, company.lens
         places = np.arange(len(owners)) - starts[owners]
         told = np.empty((5, len(owners)), np.int64)
-        told[0, starts] = last_tokens
+        told[0, starts] = [request.last_token for request in company.requests]
         told[0, proposal.draft_rows] = proposal.tokens.numpy()
-        told[1] = owners
+        told[1] = members = company.members[owners]
         told[2] = lens[owners] + proposal.row_depths + 1
-        told[3] = places + (lens if reserved is None else reserved.starts)[owners]
-        names, order, sizes = _by_kind(kinds, owners)
+        told[3] = lens[owners] + places
+        names, order, sizes = _by_kind(company.kinds, owners)
         told[4] = order
-        tokens, owner, seq_lens, place, by_kind = to_device(told, batch.device)
-        if reserved is None:
-            slots = write_slots(batch, owner, place)
-            block = Block(slots, starts)
-        else:
-            slots, block = reserved.slots[place], reserved
+        tokens, owner, seq_lens, position, by_kind = to_device(told, batch.device)
+        slots = find_slots(batch, owner, position)
         groups: list[tuple[str, Tensor | None]] = [(names[0], None)]
         if len(names) > 1:
             groups = list(zip(names, by_kind.split(sizes), strict=True))
-        # without drafts each request has its own row
-        rows = partial(_take, indices=owners.tolist() if len(owners) > len(starts) else None)
+        is_whole = len(owners) == len(starts) == len(batch.reqs)  # a row for each request
+        rows = partial(_take, indices=None if is_whole else members.tolist())
         forward = dataclasses.replace(
             plain,
             input_ids=tokens,
@@ -191,11 +195,27 @@ class StepRows:
             lora_ids=rows(plain.lora_ids),
             top_logprobs_nums=rows(plain.top_logprobs_nums),
             token_ids_logprobs=rows(plain.token_ids_logprobs),
-            sampling_info=_row_sampling(batch, proposal, owner),
+            sampling_info=_row_sampling(batch, company, proposal, owner),
             reqs=rows(plain.reqs),
             spec_info=TreeRows.of(proposal),
         )
-        return StepRows(forward, block, groups)
+        return StepRows(forward, groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Company:
+    """Those of a batch's requests that have rows in a step.
+
+    requests: the drafters' view of them, with all that they have emitted
+    members: [R] their places in the batch
+    lens: [R] how many of their tokens are cached
+    kinds: [R] how they are sampled
+    """
+
+    requests: Sequence[LiveRequest]
+    members: Ints
+    lens: Ints
+    kinds: Sequence[str]
 
 
 def _by_kind(kinds: Sequence[str], owners: Ints) -> tuple[list[str], Ints, list[int]]:
@@ -355,14 +375,15 @@ class _NoPenalties:
         """Do nothing."""
 
 
-def _row_sampling(batch: Any, proposal: Proposal[Law], owner: Tensor) -> Any:
+def _row_sampling(batch: Any, company: Company, proposal: Proposal[Law], owner: Tensor) -> Any:
     """Return the host's sampling parameters with an entry for each row of the proposal."""
     info = batch.sampling_info
     if _is_greedy_only(info) and not batch.has_grammar:
         rows = copy.copy(info)
     else:
-        rows = _expand(info, proposal.row_owners.tolist(), owner)
-    rows.grammars = None
+        rows = _expand(info, company.members[proposal.row_owners].tolist(), owner)
+    # under overlap the host adds penalties up before the step: one step late
+    rows.grammars = rows.acc_additive_penalties = rows.acc_scaling_penalties = None
     needs_paths = info.penalizer_orchestrator.is_required or batch.has_grammar or rows.custom_params
     if not needs_paths:
         return rows
@@ -373,15 +394,16 @@ def _row_sampling(batch: Any, proposal: Proposal[Law], owner: Tensor) -> Any:
             tokens = [path[depth] if depth < len(path) else -1 for path in paths]
             advance(penalties, tokens, owner.device)
         rows.penalizer_orchestrator = penalties
+    owners = [company.requests[r] for r in proposal.row_owners.tolist()]
     if batch.has_grammar:
         rows.grammars = [
-            batch.reqs[r].grammar and _RowGrammar(batch.reqs[r].grammar, path)
-            for r, path in zip(proposal.row_owners.tolist(), paths, strict=True)
+            request.req.grammar and _RowGrammar(request.req.grammar, path)
+            for request, path in zip(owners, paths, strict=True)
         ]
     if rows.custom_params:
         rows.custom_params = [
-            _row_params(params, path)
-            for params, path in zip(rows.custom_params, paths, strict=True)
+            _row_params(params, [*request.output, *path])
+            for params, request, path in zip(rows.custom_params, owners, paths, strict=True)
         ]
     return rows
 
@@ -436,26 +458,32 @@ class Penalties:
         """Count all output tokens of a batch whose penalties the host has just made."""
         for req in batch.reqs:
             self._counted[req] = 0
-        self.catch_up(batch)
+        self._count(batch, [req.output_ids for req in batch.reqs])
 
-    def catch_up(self, batch: Any) -> None:
-        """Count the output tokens that are not counted yet."""
+    def catch_up(self, batch: Any, requests: Sequence[LiveRequest]) -> None:
+        """Count the output tokens that are not counted yet. requests: all of the batch"""
+        if batch.sampling_info.penalizer_orchestrator.is_required:
+            self._count(batch, [request.output for request in requests])
+
+    def _count(self, batch: Any, outputs: Sequence[list[int]]) -> None:
         orchestrator = batch.sampling_info.penalizer_orchestrator
         if not orchestrator.is_required:
             return  # nobody here has penalties; whoever comes with some has them counted
-        fresh = [self._fresh(req) if _has_penalties(req) else [] for req in batch.reqs]
+        fresh = [
+            self._fresh(req, output) if has_penalties(req) else []
+            for req, output in zip(batch.reqs, outputs, strict=True)
+        ]
         for j in range(max(map(len, fresh), default=0)):
             tokens = [new[j] if j < len(new) else -1 for new in fresh]
             advance(orchestrator, tokens, batch.device)
 
-    def _fresh(self, req: Any) -> list[int]:
+    def _fresh(self, req: Any, output: list[int]) -> list[int]:
         """Return the output tokens that are not counted yet, and count them."""
-        before, self._counted[req] = self._counted.get(req, 0), len(req.output_ids)
-        fresh: list[int] = req.output_ids[before:]
-        return fresh
+        before, self._counted[req] = self._counted.get(req, 0), len(output)
+        return output[before:]
 
 
-def _has_penalties(req: Any) -> bool:
+def has_penalties(req: Any) -> bool:
     """Say whether it matters what a request has emitted. For others nothing is counted."""
     p = req.sampling_params
     penalties = p.frequency_penalty, p.presence_penalty, p.repetition_penalty - 1, p.min_new_tokens
@@ -508,10 +536,10 @@ class _RowGrammar:
                 self._grammar.rollback(accepted)
 
 
-def _row_params(params: Any, path: Sequence[int]) -> Any:
-    """Return a request's custom parameters, with a request that has the path in its output."""
-    if not path or not isinstance(params, dict) or "__req__" not in params:
+def _row_params(params: Any, output: list[int]) -> Any:
+    """Return a request's custom parameters, with a request that has emitted this."""
+    if not isinstance(params, dict) or "__req__" not in params:
         return params
     req = copy.copy(params["__req__"])
-    req.output_ids = [*req.output_ids, *path]
+    req.output_ids = output
     return {**params, "__req__": req}

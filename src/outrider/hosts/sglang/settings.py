@@ -104,8 +104,8 @@ def apply(server_args: Any) -> None:
     if server_args.enable_mixed_chunk:
         server_args.enable_mixed_chunk = False
         logger.warning("mixed chunked prefill is off with speculation, as with SGLang's own")
-    server_args.disable_overlap_schedule = True
-    logger.info("K = %d; overlap scheduling is off (spec v1)", steps)
+    overlap = "off (spec v1)" if server_args.disable_overlap_schedule else "on (spec v2)"
+    logger.info("K = %d; overlap scheduling is %s", steps, overlap)
 
 
 def repairs(server_args: Any) -> bool:

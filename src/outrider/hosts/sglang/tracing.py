@@ -27,6 +27,13 @@ class StepClock:
         self.laps: list[tuple[str, float, float]] = []
         self.last = time.perf_counter() if since is None else since
 
+    def begin(self, moment: float) -> None:
+        """Begin anew at this moment, unless the step began later: steps must not overlap."""
+        if self.last < moment:
+            self.parts.clear()
+            self.laps.clear()
+            self.last = moment
+
     def lap(self, part: str, less: float = 0.0) -> None:
         """Charge the time since the last lap to this part, less what was charged elsewhere."""
         now = time.perf_counter()

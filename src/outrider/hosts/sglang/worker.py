@@ -38,16 +38,19 @@ from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.profile import USES_MODEL, load_profile
 from outrider.hosts.sglang.ranks import Ranks
-from outrider.hosts.sglang.roster import LiveRequest, Roster
+from outrider.hosts.sglang.roster import Columns, LiveRequest, Roster
 from outrider.hosts.sglang.row_limits import share_rows
 from outrider.hosts.sglang.rows import (
     Block,
+    Company,
     Penalties,
     StepRows,
     kind_groups,
+    read_slots,
     sample,
     sampling_kind,
     to_device,
+    write_slots,
 )
 from outrider.hosts.sglang.tracing import StepClock, Tracer
 from outrider.kernels.sample_match import DeviceCoins
@@ -163,7 +166,11 @@ class OutriderWorker:
             result: GenerationBatchResult = self.target_worker.forward_batch_generation(plain)
             return result
         self._penalties.renew(batch)
-        plain = batch.get_model_worker_batch()
+        return self._run_prefill(batch.get_model_worker_batch())
+
+    def _run_prefill(self, plain: Any) -> GenerationBatchResult:
+        """Read prompts, and sample the first token of each."""
+        result: GenerationBatchResult
         result = self.target_worker.forward_batch_generation(plain, is_verify=True)
         last = plain.seq_lens - 1
         groups = kind_groups(
@@ -193,7 +200,7 @@ class OutriderWorker:
         clock = StepClock(self._step_ended)
         clock.lap("scheduler")
         requests = self._roster.call(batch.reqs)
-        self._penalties.catch_up(batch)
+        self._penalties.catch_up(batch, requests)
         if self._drafters.wants_calibration:
             self._calibrate(batch, batch.get_model_worker_batch())
             clock.last = time.perf_counter()
@@ -201,10 +208,19 @@ class OutriderWorker:
         proposal, reserved = self._propose(batch, requests)
         self._charge_draft(clock)
         kinds = self._roster.columns.kinds
-        if reserved is None and proposal.num_rows == len(requests):
-            rows = StepRows.plain(batch, kinds)
+        block: Block | None = None
+        if reserved is not None or proposal.num_rows > len(requests):
+            members, lens = np.arange(len(requests)), batch.seq_lens_cpu.numpy()
+            rows = StepRows.of(
+                batch,
+                batch.get_model_worker_batch(),
+                Company(requests, members, lens, kinds),
+                proposal,
+                write_slots if reserved is None else read_slots,
+            )
+            block = reserved or Block(rows.forward.out_cache_loc, proposal.root_rows)
         else:
-            rows = StepRows.of(batch, kinds, proposal, reserved)
+            rows = StepRows.plain(batch, kinds)
         clock.lap("host")
 
         # between the launch and the read of what it emits, the device works
@@ -219,8 +235,8 @@ class OutriderWorker:
         outcomes = settle(requests, proposal, match(emitted, proposal), self._keep)
         clock.lap("verify")
         next_tokens = sampled
-        if rows.block is not None:
-            next_tokens = self._commit(batch, rows.block, outcomes)
+        if block is not None:
+            next_tokens = self._commit(batch, block, outcomes)
         _count_tokens(batch.reqs, outcomes)
         self._attach(requests, outcomes, proposal, output)
         self._finish_step(batch.reqs, outcomes, proposal, clock)
@@ -247,21 +263,39 @@ class OutriderWorker:
             clock.parts["draft_forward"] += passes
         clock.lap("draft", less=passes)
 
-    def _budget(self, reqs: Sequence[Any], penalties: int = 0) -> Budget:
+    def _budget(
+        self, batch: Any, requests: Sequence[LiveRequest], members: Ints | None = None
+    ) -> Budget:
         """Return how many drafts each request may have.
+
+        members: their places in the batch; None if all of it is asked for
+        """
+        penalties = num_penalties(batch.sampling_info.penalizer_orchestrator)
+        budget, cut = self._share(self._roster.columns, requests, members, penalties)
+        if cut:
+            self._drafters.fallbacks["rows"] += cut
+        return budget
+
+    def _share(
+        self,
+        columns: Columns,
+        requests: Sequence[LiveRequest],
+        members: Ints | None = None,
+        penalties: int = 0,
+    ) -> tuple[Budget, int]:
+        """Return how many drafts each request may have, and how many have fewer for want of rows.
 
         The last token needs no draft beside it: a request that may emit n more drafts n - 1.
 
         penalties: kinds of them that the batch has; each takes memory for every row
         """
-        columns = self._roster.columns
-        left = columns.max_tokens - np.array([len(req.output_ids) for req in reqs]) - 1
-        wanted = np.maximum(np.minimum(columns.max_drafts, left), 0)
+        some = slice(None) if members is None else members
+        emitted = np.array([len(request.output) for request in requests])
+        left = columns.max_tokens[some] - emitted - 1
+        wanted = np.maximum(np.minimum(columns.max_drafts[some], left), 0)
         limit = min(self._max_rows, max_rows(*self._logits, penalties))
         drafts, cut = share_rows(wanted, limit)
-        if cut:
-            self._drafters.fallbacks["rows"] += cut
-        return Budget(drafts, "match", self._coins, trees=self._trees)
+        return Budget(drafts, "match", self._coins, trees=self._trees), cut
 
     def _propose(
         self, batch: Any, requests: Sequence[LiveRequest]
@@ -272,8 +306,7 @@ class OutriderWorker:
         """
         if not self._roster.columns.may_draft:
             return Proposal.empty(len(requests)), None
-        penalties = num_penalties(batch.sampling_info.penalizer_orchestrator)
-        budget = self._budget(batch.reqs, penalties)
+        budget = self._budget(batch, requests)
         if self._drafters.model is None:
             return self._drafters.propose(None, requests, budget), None
         reserved = Block.reserve(batch, budget.max_drafts)
@@ -429,7 +462,7 @@ class OutriderWorker:
                 req = request.req  # it keeps the notes: it may be retracted, and come again
                 req.outrider_steps = getattr(req, "outrider_steps", [])
                 req.outrider_steps.append(step_record(outcome, draft, name))
-                if req.finished():
+                if outcome.finish_reason is not None or req.finished():
                     counted = req.spec_accepted_drafts
                     if not isinstance(counted, _Accepted):
                         counted = req.spec_accepted_drafts = _Accepted(counted)
@@ -449,13 +482,18 @@ def _count_tokens(reqs: Sequence[Any], outcomes: Outcomes) -> None:
         req.kv_committed_len += tokens
         req.kv_allocated_len = req.kv_committed_len
         req.decode_batch_idx += 1
-        req.spec_verify_ct += 1
-        req.update_spec_acceptance_histogram(accepted)
-        if drafts:
-            so_far = req.spec_accepted_drafts
-            if not isinstance(so_far, _Accepted):
-                so_far = _Accepted(so_far)
-            req.spec_accepted_drafts = so_far.plus(accepted, drafts)
+        count_accepted(req, drafts, accepted)
+
+
+def count_accepted(req: Any, drafts: int, accepted: int) -> None:
+    """Tell a request of the host's that it had a step, with so many drafts."""
+    req.spec_verify_ct += 1
+    req.update_spec_acceptance_histogram(accepted)
+    if drafts:
+        so_far = req.spec_accepted_drafts
+        if not isinstance(so_far, _Accepted):
+            so_far = _Accepted(so_far)
+        req.spec_accepted_drafts = so_far.plus(accepted, drafts)
 
 
 def _attach_rows(

@@ -254,23 +254,42 @@ def register(file: Path) -> None:
         finally:
             runner.device = was
 
-    def step(original: Any, self: Any, batch: Any) -> Any:
-        noted = None
+    prepared = Step()  # what was done for the next step before its launch
+
+    def prepare(original: Any, self: Any, batch: Any) -> None:
+        label(batch, batch.req_to_token_pool)
+        was, batch.device = batch.device, str(DEVICE)
+        try:
+            with Recorder(is_outrider, prepared):
+                original(self, batch)
+        finally:
+            batch.device = was
+
+    def step(original: Any, self: Any, given: Any) -> Any:
+        batch, noted = getattr(given, "outrider_batch", given), None
         if batch.forward_mode.is_decode():
             noted = Step(requests=len(batch.reqs))
+            noted.copies, prepared.copies = prepared.copies, []
+            noted.reads, prepared.reads = prepared.reads, []
         runner, pool = self.model_runner, batch.token_to_kv_pool_allocator
-        label(batch, batch.sampling_info, batch.req_to_token_pool, pool)
+        label(given, batch, batch.sampling_info, batch.req_to_token_pool, pool)
         was, batch.device = batch.device, str(DEVICE)
         runner_was, runner.device = runner.device, str(DEVICE)
         try:
             with Recorder(is_outrider, noted):
-                return original(self, batch)
+                return original(self, given)
         finally:
             batch.device, runner.device = was, runner_was
             if noted is not None:
                 with file.open("a") as out:
                     out.write(json.dumps(asdict(noted)) + "\n")
 
-    worker = "outrider.hosts.sglang.worker.OutriderWorker"
-    HookRegistry.register(f"{worker}.__init__", init, HookType.AROUND)
-    HookRegistry.register(f"{worker}.forward_batch_generation", step, HookType.AROUND)
+    ours = "outrider.hosts.sglang"
+    hooks = {
+        f"{ours}.worker.OutriderWorker.__init__": init,
+        f"{ours}.worker.OutriderWorker.forward_batch_generation": step,
+        f"{ours}.overlap.OverlapWorker.forward_batch_generation": step,
+        f"{ours}.overlap.NextDraft.prepare_for_decode": prepare,
+    }
+    for name, hook in hooks.items():
+        HookRegistry.register(name, hook, HookType.AROUND)

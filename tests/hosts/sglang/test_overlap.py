@@ -1,0 +1,231 @@
+"""What the worker does under SGLang's overlap scheduler, and the traps that lie there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import workload
+from sglang.srt.managers import schedule_batch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_STR
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from outrider.core import FinishReason, Outcome, Outcomes, Proposal, chain
+from outrider.hosts.sglang import overlap
+from outrider.hosts.sglang.overlap import Flight, NextDraft, _order_logprobs, _would_keep
+from outrider.hosts.sglang.tracing import StepClock
+
+# -- what the host will keep of a step's tokens
+
+
+class Tokenizer:
+    """Token 97 is "a", 98 is "b", ..."""
+
+    eos_token_id, additional_stop_token_ids = 0, None
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
+
+    def encode(self, text, **_):
+        return [ord(c) for c in text]
+
+
+def host_request(output="", grammar=None, **params):
+    """Return a request of SGLang's."""
+    params = SamplingParams(**{"temperature": 0, "max_new_tokens": 100, **params})
+    params.normalize(Tokenizer())
+    req = schedule_batch.Req("rid", "", [1, 2], params, vocab_size=1000)
+    req.tokenizer, req.output_ids, req.grammar = Tokenizer(), [ord(c) for c in output], grammar
+    return req
+
+
+def kept(req, text):
+    before = list(req.output_ids)
+    found = _would_keep(req, [ord(c) for c in text])
+    assert req.output_ids == before  # it was a copy that was asked
+    assert not req.finished()
+    return found
+
+
+def test_all_is_kept_if_nothing_ends():
+    assert kept(host_request("xy", stop=["no"]), "abc") == (3, None)
+
+
+def test_the_stop_string_that_comes_first_ends_a_request():
+    """Of two in one step the host would take the one that is listed first, and keep both."""
+    req = host_request("x", stop=["d", "b"])
+    assert kept(req, "abcde") == (2, FinishReason.STOP)
+    # the twin: the host's own look at all tokens of the step
+    req.output_ids += [ord(c) for c in "abcde"]
+    req.check_finished(5)
+    assert isinstance(req.finished_reason, FINISH_MATCHED_STR)
+    assert req.finished_reason.matched == "d"
+
+
+def test_a_stop_string_may_begin_in_the_step_before():
+    assert kept(host_request("xa", stop=["abc"]), "bcd") == (2, FinishReason.STOP)
+
+
+def test_length_and_end_of_text():
+    assert kept(host_request("abcd", max_new_tokens=6), "xyz") == (2, FinishReason.LENGTH)
+    assert kept(host_request(), "ab\0cd") == (3, FinishReason.STOP)
+
+
+class Grammar:
+    """Allows "ab" and ends with it."""
+
+    def __init__(self):
+        self.read, self.finished = "", False
+
+    def accept_token(self, token):
+        if not "ab".startswith(self.read + chr(token)):
+            raise ValueError(token)
+        self.read += chr(token)
+
+    def rollback(self, count):
+        self.read = self.read[: len(self.read) - count]
+
+    def is_terminated(self):
+        return self.read == "ab"
+
+
+def test_a_grammar_is_asked_and_put_back():
+    req = host_request(grammar=Grammar())
+    # the next token would end the request: in a step of its own, as in plain decoding
+    assert kept(req, "abc") == (2, None)
+    assert kept(req, "axc") == (2, None)  # the host will meet the same
+    assert req.grammar.read == ""
+
+
+# -- a step in flight
+
+
+def request(number, length=4, **req):
+    fields = {"finished": lambda: False, "is_retracted": False, "output_ids": []}
+    return SimpleNamespace(
+        id=number, length=length, finish_reason=None, output=[], req=SimpleNamespace(**fields | req)
+    )
+
+
+def flight(drafts, *requests):
+    proposal = Proposal.of([chain(draft) for draft in drafts])
+    members = np.arange(len(requests))
+    return Flight(list(requests), members, SimpleNamespace(), proposal, StepClock(None))
+
+
+def test_who_ended_before_is_not_seen():
+    a, b, c = request(0), request(1), request(2)
+    made = flight([[], [], []], a, b, c)
+    made.result = SimpleNamespace(
+        copy_done=SimpleNamespace(synchronize=lambda: None), next_token_ids=torch.tensor([7, 8, 9])
+    )
+    b.finish_reason = FinishReason.STOP
+    made.drop_ended()
+    assert made.requests == [a, c]
+    assert made.members.tolist() == [0, 2]
+    assert made.emitted().tolist() == [7, 9]
+    made.drop_ended()
+    assert made.emitted().tolist() == [7, 9]
+    a.finish_reason = FinishReason.LENGTH
+    made.drop_ended()
+    assert made.emitted().tolist() == [9]
+
+
+def test_logprobs_stand_where_the_host_looks():
+    a, b = request(0), request(1)
+    made = flight([[5, 6], []], a, b)
+    done = [Outcome(a, (5, 9), (0, 1), 2, 1, None), Outcome(b, (8,), (0,), 0, 0, None)]
+    made.outcomes = Outcomes.of(done)
+    output = SimpleNamespace(**dict.fromkeys(overlap._LISTS))
+    output.next_token_logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    output.next_token_top_logprobs_val = [torch.tensor([float(i)]) for i in range(4)]
+    _order_logprobs(made, output, 3)
+    assert output.next_token_logprobs.tolist() == [[-1, -2], [-4, 0], [0, 0]]
+    found = [v.tolist() for v in output.next_token_top_logprobs_val]
+    assert found == [[0.0], [1.0], [3.0], [], [], []]
+
+
+def test_a_trees_path_is_put_in_order(monkeypatch):
+    """Rows 0, 2 were kept: the slot of row 2 moves to the place of row 1, and none is lost."""
+    table = torch.zeros(2, 16, dtype=torch.int32)
+    table[1, 3:6] = torch.tensor([10, 11, 12])
+
+    class Pool:
+        req_to_token = table
+
+        def write(self, index, values):
+            table[index] = values
+
+    worker = overlap.OverlapWorker.__new__(overlap.OverlapWorker)
+    worker.model_runner = SimpleNamespace(device="cpu", req_to_token_pool=Pool())
+    a = request(0, req_pool_idx=1)
+    gone = request(1, req_pool_idx=0, is_retracted=True)
+    proposal = Proposal.unclaimed([5, 6, 5, 6], [2, 2], [-1, -1, -1, -1])
+    made = Flight([a, gone], np.arange(2), SimpleNamespace(), proposal, StepClock(None))
+    assert not proposal.is_chain
+    made.outcomes = Outcomes.of([Outcome(r, (6, 9), (0, 2), 2, 1, None) for r in (a, gone)])
+    worker._order_slots(made)
+    assert table[1, 3:6].tolist() == [10, 12, 11]
+    assert not table[0].any()
+
+
+def test_near_the_end_of_the_context_no_slot_lies_beyond_the_line(monkeypatch):
+    """2 (K + 1) slots are reserved ahead, and a line has 4 + K columns after the context."""
+    written = []
+
+    def write(batch, owner, position):
+        written.extend(zip(owner.tolist(), position.tolist(), strict=True))
+
+    monkeypatch.setattr(overlap, "write_slots", write)
+    monkeypatch.setattr(overlap, "get_alloc_len_per_decode", lambda: 13)
+    reqs = [
+        SimpleNamespace(kv_allocated_len=n, kv_committed_len=n, decode_batch_idx=0)
+        for n in (10, 30, 40)
+    ]
+    table = SimpleNamespace(req_to_token=torch.zeros(3, 40))
+    batch = SimpleNamespace(
+        reqs=reqs, req_to_token_pool=table, device="cpu", seq_lens_cpu=torch.tensor([10, 30, 40])
+    )
+    NextDraft(torch.tensor([10, 30, 40]), True, None, None).prepare_for_decode(batch)
+    assert [req.kv_allocated_len for req in reqs] == [36, 40, 40]
+    assert [req.kv_committed_len for req in reqs] == [11, 31, 41]
+    assert written == [(0, p) for p in range(10, 36)] + [(1, p) for p in range(30, 40)]
+
+
+# -- on a real server
+
+TIGHT = [
+    *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
+    *("--max-total-tokens", "2048", "--max-running-requests", "8", "--context-length", "96"),
+    *("--enable-deterministic-inference", "--speculative-algorithm", "OUTRIDER"),
+    *("--speculative-num-steps", "12", "--allow-auto-truncate"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(launch, model_dir):
+    return launch("overlap", model_dir("stories15m"), *TIGHT).wait()
+
+
+def test_at_the_end_of_the_context(server):
+    """K = 12, and a text that repeats itself, up to the last token that fits."""
+    text = "The dog saw a cat. The cat saw a dog. The dog saw a cat. The cat saw a dog. The"
+    answers = []
+    for wishes in ({"max_drafts": 0}, {}):
+        params = {"temperature": 0, "max_new_tokens": 96, "ignore_eos": True}
+        bodies = [
+            {"text": text[i:], "sampling_params": params | {"custom_params": {"outrider": wishes}}}
+            for i in range(4)
+        ]
+        found = server.ask_all([("/generate", body) for body in bodies], 4)
+        answers.append([workload.essence(a) for a in found])
+        drafted = sum(a["meta_info"]["spec_proposed_drafts"] for a in found)
+        assert (drafted > 0) == (wishes == {})
+        assert all(a["meta_info"]["finish_reason"]["type"] == "length" for a in found)
+    assert answers[0] == answers[1]
+
+
+def test_length_is_what_the_host_calls_it():
+    assert issubclass(FINISH_LENGTH, schedule_batch.BaseFinishReason)
