@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.control.adaptive import AdaptiveDrafter
+from outrider.control.adaptive import TRY, AdaptiveDrafter
 from outrider.core import Budget, KeyedCoins, Outcome, Proposal, chain
 
 K = 6
@@ -396,3 +396,13 @@ def test_waits_are_learnt_and_hoped_to_be_shorter():
     before = drafter.exposed
     drafter.look(World(2).requests, Budget((K, K), "match", KeyedCoins(), False))
     assert drafter.exposed < before
+
+
+def test_asleep_a_model_that_is_no_use_is_tried_seldom():
+    world = Overlapped(4)
+    model = Guesser("model", 0.02, passes=world.draft_passes)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.0)}, model, clock=world.clock)
+    world.run(drafter, 200)
+    asked = model.asked
+    assert world.run(drafter, 640) >= 0.95 * 4 / 0.1
+    assert 0 < model.asked - asked <= 640 / TRY + 5

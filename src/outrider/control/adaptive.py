@@ -66,6 +66,9 @@ CHECK, CLOSE = 16, 1.2
 """Where a plan promises less than CLOSE times plain decoding, every CHECK-th step is plain: what is
 compared with must have been measured lately."""
 
+TRY = 64
+"""Asleep, a model that may be worth its passes is tried after so many steps without it."""
+
 HOPE = 0.997
 """By how much looking before a launch is thought to cost less, after each step without."""
 
@@ -223,7 +226,7 @@ class AdaptiveDrafter:
         self._done: _Done | None = None
         # steps since the model last drafted for a request, and for anyone
         self._idle: dict[int, int] = {}
-        self._rest = 0
+        self._rest = self._unasked = 0
         self._since_plain: Counter[int] = Counter()  # steps, by knots of the batch
         self._drafters: list[Drafter] = [*self._free.values(), *([model] if model else [])]
         names = [*self._free, *([model.name] if model is not None else [])]
@@ -274,6 +277,7 @@ class AdaptiveDrafter:
         # a step with drafts waits, and so does the one after it
         is_worth_it = self._is_worth_waiting(later, len(requests), seconds, waits=2)
         if not is_worth_it and self._model is not None:
+            self._unasked += 1
             is_worth_it = self._may_use_model(requests, budget, plan, seconds)
         self.is_asleep = not is_worth_it
 
@@ -453,11 +457,16 @@ class AdaptiveDrafter:
     def _may_use_model(
         self, requests: Sequence[Request], budget: Budget, plan: _Plan, seconds: Floats
     ) -> bool:
-        """Say whether the model may be worth waiting for, as far as can be hoped."""
+        """Say whether the model is worth waiting for; in every TRY-th step, whether it may be."""
+        assert self._model is not None
         batch = len(requests)
-        plain, ones = batch / float(seconds[batch]), np.ones(batch, np.int64)
-        given = plain, budget, plan, ones, seconds + self.exposed
-        return bool(self._best_users(self._hopes(requests), *given)[1].any())
+        chances, plain = self._hopes(requests), batch / float(seconds[batch])
+        if self._unasked < TRY:
+            known = self.acceptance.chances(_AHEAD.format(self._model.name))
+            chances = known.of(self._rows, np.ones(batch))
+        # a step with drafts waits, and so does the one after it
+        given = plain, budget, plan, np.ones(batch, np.int64), seconds + 2 * self.exposed
+        return bool(self._best_users(chances, *given)[1].any())
 
     def _best_users(
         self,
@@ -497,7 +506,7 @@ class AdaptiveDrafter:
     ) -> None:
         """Let the model draft for some requests, as long as a pass is worth its time."""
         assert self._model is not None
-        self._rest = 0
+        self._rest = self._unasked = 0
         for r in users.tolist():
             self._idle[requests[r].id] = 0
         most = np.zeros(len(requests), np.int64)
