@@ -192,11 +192,12 @@ class Drafters:
             drafter.seconds = 0.0
         return seconds
 
-    def who(self, requests: Sequence[Any]) -> list[str]:
-        """Return who drafted for each request in the last step."""
+    def who(self, requests: Sequence[Any], proposal: Proposal[Law]) -> list[str]:
+        """Return who drafted for each request in the last step, which had this proposal."""
         names = [_chosen(request) for request in requests]
         if self.control is not None and ADAPTIVE in names:
-            used = self.control.used_by(requests)
+            has_drafts = proposal.num_rows > len(requests)
+            used = self.control.used_by(requests) if has_drafts else [""] * len(requests)
             for r, name in enumerate(names):
                 if name == ADAPTIVE:
                     names[r] = used[r] or "none"

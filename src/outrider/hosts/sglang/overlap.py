@@ -394,7 +394,7 @@ class OverlapWorker(OutriderWorker):
         clock.lap("verify")
         self._order_slots(flight)
         if self._metrics is not None or self._tracer is not None or flight.columns.explain:
-            flight.drafters = self._drafters.who(requests)
+            flight.drafters = self._drafters.who(requests, proposal)
         if flight.columns.may_draft:
             self._drafters.router.observe(outcomes)
         outcomes.apply()

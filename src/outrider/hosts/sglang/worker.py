@@ -425,7 +425,7 @@ class OutriderWorker:
         """Tell the drafters; extend the requests; forget those that ended. Count it later."""
         drafters: list[str] = []
         if self._metrics is not None or self._tracer is not None or self._roster.columns.explain:
-            drafters = self._drafters.who(outcomes.requests)
+            drafters = self._drafters.who(outcomes.requests, proposal)
         if self._roster.columns.may_draft:
             self._drafters.router.observe(outcomes)
         outcomes.apply()
