@@ -147,6 +147,20 @@ def test_logprobs_stand_where_the_host_looks():
     assert found == [[0.0], [1.0], [3.0], [], [], []]
 
 
+def test_hidden_states_are_those_of_the_request_after_others_ended():
+    a, b = request(0), request(1, return_hidden_states=True, hidden_states=[])
+    made = flight([[], []], a, b)
+    a.finish_reason = FinishReason.STOP
+    made.drop_ended()
+    made.outcomes = Outcomes.of([Outcome(b, (8,), (0,), 0, 0, None)])
+    assert made.kept_rows().tolist() == [1]
+    output = SimpleNamespace(hidden_states=torch.tensor([[1.0], [2.0]]))
+    overlap._attach_hidden(made, output, [True])
+    assert b.req.hidden_states == []  # it has left
+    overlap._attach_hidden(made, output, [False])
+    assert b.req.hidden_states == [[2.0]]
+
+
 def test_a_trees_path_is_put_in_order(monkeypatch):
     """Rows 0, 2 were kept: the slot of row 2 moves to the place of row 1, and none is lost."""
     table = torch.zeros(2, 16, dtype=torch.int32)

@@ -107,6 +107,8 @@ CALLS: dict[str, str] = {
     "sampling.sampling_batch_info.SamplingBatchInfo.filter_batch": (
         "self keep_indices keep_indices_device"
     ),
+    "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": "self",
+    "speculative.spec_info.SpecInput.__init__": "self spec_input_type",
     "utils.common.freeze_gc": "context",
     "utils.common.is_hip": "",
 }
@@ -118,7 +120,7 @@ FIELDS: dict[str, str] = {
         "seq_lens_sum top_logprobs_nums token_ids_logprobs lora_ids sampling_info orig_seq_lens "
         "spec_info reqs return_logprob capture_hidden_mode is_extend_in_batch all_extend_in_batch "
         "extend_num_tokens extend_seq_lens extend_prefix_lens extend_logprob_start_lens "
-        "multimodal_inputs"
+        "multimodal_inputs is_prefill_only"
     ),
     "managers.tokenizer_manager.ReqState": "out_list obj",
     "managers.utils.GenerationBatchResult": (
@@ -133,7 +135,7 @@ FIELDS: dict[str, str] = {
     "managers.schedule_batch.ScheduleBatch": (
         "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache forward_mode sampling_info "
         "req_pool_indices seq_lens seq_lens_cpu seq_lens_sum orig_seq_lens out_cache_loc "
-        "has_grammar device is_prefill_only"
+        "has_grammar device is_prefill_only spec_algorithm spec_info return_logprob"
     ),
     "layers.logits_processor.LogitsProcessorOutput": (
         "next_token_logits hidden_states next_token_logprobs next_token_top_logprobs_val "
@@ -165,6 +167,8 @@ ATTRIBUTES: dict[str, str] = {
         "reasoning_tokens is_retracted custom_logit_processor"
     ),
     "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin": "server_args",
+    "managers.overlap_utils.FutureMap": "spec_algo",
+    "managers.scheduler.Scheduler": "draft_worker",
     "managers.tokenizer_manager.TokenizerManager": "rid_to_state server_args",
     "sampling.sampling_params.SamplingParams": "custom_params stop_strs stream_interval",
     "distributed.parallel_state.GroupCoordinator": "rank_in_group world_size ranks cpu_group",

@@ -91,6 +91,12 @@ class Flight:
         tokens: Tensor = self.result.next_token_ids.cpu()
         return tokens if self.rows is None else tokens[torch.from_numpy(self.rows)]
 
+    def kept_rows(self) -> Ints:
+        """Return which of the result's rows were kept, [T] in the order of the outcomes' tokens."""
+        assert self.outcomes is not None
+        rows = self.proposal.root_rows[self.outcomes.owners] + self.outcomes.rows
+        return rows if self.rows is None else self.rows[rows]
+
 
 @dataclass(eq=False)
 class Reading:
@@ -198,16 +204,16 @@ class OverlapWorker(OutriderWorker):
             self._meanwhile()
         outcomes = flight.outcomes
         told: list[list[int]] = [[] for _ in batch.reqs]
+        accepted = [0] * len(batch.reqs)
         tokens, starts = outcomes.tokens.tolist(), outcomes.starts.tolist()
+        counts = outcomes.num_accepted_drafts.tolist()
         for r, member in enumerate(flight.members.tolist()):
-            told[member] = tokens[starts[r] : starts[r + 1]]
-        accepted = outcomes.num_accepted_drafts.tolist()
+            told[member], accepted[member] = tokens[starts[r] : starts[r + 1]], counts[r]
         result.num_accepted_drafts = sum(accepted)
-        result.num_accepted_drafts_per_req_cpu = [0] * len(batch.reqs)
-        for member, count in zip(flight.members.tolist(), accepted, strict=True):
-            result.num_accepted_drafts_per_req_cpu[member] = count
+        result.num_accepted_drafts_per_req_cpu = accepted
         self._tell(flight, batch)
-        self._roster.dismiss(self._roster.ended() if not self._flights else [])
+        if not self._flights:
+            self._roster.dismiss(self._roster.ended())
         self._look_late()
         return told
 
@@ -298,10 +304,8 @@ class OverlapWorker(OutriderWorker):
             return False
         if self._roster.newcomers(batch.reqs):
             return False
+        self._roster.call(batch.reqs)
         columns = self._roster.columns
-        if not self._roster.has(batch.reqs):
-            self._roster.call(batch.reqs)
-            columns = self._roster.columns
         if columns.needs_text or columns.explain:
             return False
         return not columns.may_draft or (columns.adaptive and self._is_asleep())
@@ -411,16 +415,10 @@ class OverlapWorker(OutriderWorker):
 
         Where something may end one, a copy of it is asked, token by token.
         """
-        columns, kept, ids = flight.columns, counts.copy(), tokens.tolist()
+        kept, ids, ends = counts.copy(), tokens.tolist(), counts.cumsum().tolist()
         reasons: list[FinishReason | None] = [None] * len(requests)
-        lengths = np.array([len(request.output) for request in requests]) + counts
-        careful = columns.careful[flight.members] | (lengths >= columns.max_tokens[flight.members])
-        odd = min(ids) < 0 or max(ids) >= self.model_config.vocab_size
-        odd = odd or not columns.stop_ids.isdisjoint(ids)
-        if not odd and not careful.any():
-            return kept, reasons
-        ends = counts.cumsum().tolist()
-        for r in range(len(requests)) if odd else np.flatnonzero(careful).tolist():
+        may_end = self._may_end(flight.columns, flight.members, requests, ids, counts)
+        for r in np.flatnonzero(may_end).tolist():
             mine = ids[ends[r] - counts[r] : ends[r]]
             kept[r], reasons[r] = _would_keep(requests[r].req, mine)
         return kept, reasons
@@ -534,13 +532,11 @@ def _attach_hidden(flight: Flight, output: Any, gone: Sequence[bool]) -> None:
     """Give requests the hidden states of the rows that were kept."""
     if output.hidden_states is None or flight.outcomes is None:
         return
-    roots = flight.proposal.root_rows.tolist()
-    for root, request, outcome, left in zip(
-        roots, flight.requests, flight.outcomes, gone, strict=True
-    ):
+    rows, starts = flight.kept_rows().tolist(), flight.outcomes.starts.tolist()
+    for r, (request, left) in enumerate(zip(flight.requests, gone, strict=True)):
         if request.req.return_hidden_states and not left:
-            rows = [root + row for row in outcome.rows]
-            request.req.hidden_states += output.hidden_states[rows].tolist()
+            mine = output.hidden_states[rows[starts[r] : starts[r + 1]]]
+            request.req.hidden_states += mine.tolist()
 
 
 _LISTS: dict[str, Callable[[], Any]] = {
@@ -559,9 +555,7 @@ def _order_logprobs(flight: Flight, output: Any, batch_size: int) -> None:
     most = int(outcomes.num_tokens.max(initial=1))
     places = np.arange(len(outcomes.tokens)) - outcomes.starts[outcomes.owners]
     members = flight.members[outcomes.owners]
-    rows = flight.proposal.root_rows[outcomes.owners] + outcomes.rows
-    if flight.rows is not None:
-        rows = flight.rows[rows]
+    rows = flight.kept_rows()
     values = output.next_token_logprobs.new_zeros(batch_size, most)
     values[members, places] = output.next_token_logprobs[rows]
     output.next_token_logprobs = values

@@ -139,10 +139,6 @@ class Roster:
     def __len__(self) -> int:
         return len(self._live)
 
-    def has(self, reqs: Sequence[Any]) -> bool:
-        """Say whether these are the requests of the last step."""
-        return reqs == self._present
-
     def newcomers(self, reqs: Sequence[Any]) -> bool:
         """Say whether one of these requests may have drafts and is not known yet."""
         if reqs == self._present:

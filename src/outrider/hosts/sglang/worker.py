@@ -20,6 +20,7 @@ from sglang.srt.utils.common import freeze_gc
 from torch import Tensor
 
 from outrider.core import (
+    Bools,
     Budget,
     FinishReason,
     Ints,
@@ -325,21 +326,37 @@ class OutriderWorker:
         Nearly always nothing ends: then they are appended, all at once. The host is asked, token by
         token, where something may.
         """
-        columns, kept, ids = self._roster.columns, counts.copy(), tokens.tolist()
-        lengths = np.array([len(request.req.output_ids) for request in requests]) + counts
-        careful = (columns.careful | (lengths >= columns.max_tokens)).tolist()
-        odd = min(ids) < 0 or max(ids) >= self.model_config.vocab_size
-        odd = odd or not columns.stop_ids.isdisjoint(ids)
+        kept, ids, members = counts.copy(), tokens.tolist(), np.arange(len(requests))
+        may_end = self._may_end(self._roster.columns, members, requests, ids, counts).tolist()
         reasons: list[FinishReason | None] = [None] * len(requests)
         start = 0
         for r, end in enumerate(counts.cumsum().tolist()):
             req, mine = requests[r].req, ids[start:end]
             start = end
-            if odd or careful[r] or req.to_finish is not None:
+            if may_end[r] or req.to_finish is not None:
                 kept[r], reasons[r] = self._emit_all(req, mine)
             else:
                 req.output_ids += mine
         return kept, reasons
+
+    def _may_end(
+        self,
+        columns: Columns,
+        members: Ints,
+        requests: Sequence[LiveRequest],
+        ids: Sequence[int],
+        counts: Ints,
+    ) -> Bools:
+        """Say for which requests the host must be asked whether these tokens end them.
+
+        members: the requests' places in the batch
+        """
+        odd = min(ids) < 0 or max(ids) >= self.model_config.vocab_size
+        if odd or not columns.stop_ids.isdisjoint(ids):
+            return np.ones(len(requests), np.bool_)
+        lengths = np.array([len(request.output) for request in requests]) + counts
+        found: Bools = columns.careful[members] | (lengths >= columns.max_tokens[members])
+        return found
 
     def _emit_all(self, req: Any, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Emit tokens one by one until the host ends the request. Say how many, and why."""

@@ -183,35 +183,38 @@ def register_rules():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     coins = torch.Generator().manual_seed(0)
-    state = {"rule": "", "best": None}
+    rule, best = "", []
+    lenient = {}  # the two best tokens after each row, of steps in flight
 
-    def propose(original, *args):
-        proposal = original(*args)
-        state["rule"] = Path(path).read_text() if len(proposal.tokens) else ""
-        return proposal
+    def run(original, self, flight, *args):
+        nonlocal rule
+        rule = Path(path).read_text() if len(flight.proposal.tokens) else ""
+        found = original(self, flight, *args)
+        if rule == "lenient":
+            lenient[id(flight.proposal)] = best
+        return found
 
     def sample(original, runner, output, *args):
+        nonlocal best
         logits = output.next_token_logits
-        if state["rule"] == "rounding":
+        if rule == "rounding":
             exponents = logits.float().abs().amax(-1, keepdim=True).log2().floor()
             steps = torch.randint(-1, 2, logits.shape, generator=coins)
             logits.copy_(logits.float() + steps * 2.0 ** (exponents - 7))
-        state["best"] = logits.topk(2, dim=-1).indices.tolist()
+        best = logits.topk(2, dim=-1).indices.tolist()
         return original(runner, output, *args)
 
     def match(original, y, proposal):
-        if state["rule"] == "lenient":
+        if (two := lenient.pop(id(proposal), None)) is not None:
             y = y.clone()
             for row, token in zip(proposal.parent_rows, proposal.tokens.tolist(), strict=True):
-                if token in state["best"][row]:
+                if token in two[row]:
                     y[row] = token
-        state["rule"] = ""
         return original(y, proposal)
 
-    worker = "outrider.hosts.sglang.worker"
     for target, hook in (
-        ("OutriderWorker._propose", propose),
-        ("sample", sample),
-        ("match", match),
+        ("overlap.OverlapWorker._run", run),
+        ("overlap.sample", sample),
+        ("overlap.match", match),
     ):
-        HookRegistry.register(f"{worker}.{target}", hook, HookType.AROUND)
+        HookRegistry.register(f"outrider.hosts.sglang.{target}", hook, HookType.AROUND)
