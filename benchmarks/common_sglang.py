@@ -155,7 +155,7 @@ def measure(
     server.post("/abort_request", {"abort_all": True})
     for thread in threads:
         thread.join()
-    while any(load["num_reqs"] for load in session().get(server.url + "/get_load").json()):
+    while server.running_requests():
         time.sleep(0.05)
     after = seconds_by_part(server)
     server.suspend()

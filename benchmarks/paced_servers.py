@@ -12,6 +12,7 @@ from typing import Any
 
 from common_sglang import Suspendable, end_servers_at_sigterm
 from paced.clock import now
+from paced.device import Pass
 from paced.log import finished_log, steady
 from paced.model import FLAGS, write_model
 from paced.plugin import PLUGIN, VARIABLE
@@ -87,6 +88,12 @@ def _start(
 
 def ask(server: Paced, asked: list[Prompt], batch: int, tokens: int) -> dict[str, Any]:
     """Let a server answer a batch. Return what the device's log says of it."""
+    passes, seconds = run(server, asked, batch, tokens)
+    return {**steady(passes, batch).summary(batch), "request_seconds": round(seconds, 3)}
+
+
+def run(server: Paced, asked: list[Prompt], batch: int, tokens: int) -> tuple[list[Pass], float]:
+    """Let a server answer a batch. Return the device's passes, and how long the answers took."""
     tokens = min(tokens, *(len(prompt.output) for prompt in asked))
     params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": [prompt.ids for prompt in asked], "sampling_params": params}
@@ -103,4 +110,4 @@ def ask(server: Paced, asked: list[Prompt], batch: int, tokens: int) -> dict[str
                 f"{server.log}: answer {number} of {batch} ({prompt.kind}) is not the recorded "
                 "text. No speed is said."
             )
-    return {**steady(passes, batch).summary(batch), "request_seconds": round(seconds, 3)}
+    return passes, seconds

@@ -7,7 +7,7 @@ import pytest
 from outrider.doctor import machine
 from outrider.doctor.machine import Machine, check_machine, check_sglang, look
 from outrider.doctor.memory import Room
-from outrider.hosts.sglang import contract_0_5_11 as contract
+from outrider.hosts.sglang import contract
 
 ROOM = Room(2**34, "memory", is_gpu=False)
 
@@ -40,34 +40,34 @@ def test_what_is_installed(here, level, said):
     assert [finding.level for finding in found] == [level]
 
 
-def test_another_sglang_is_a_problem(monkeypatch):
-    monkeypatch.setattr(contract, "differences", lambda: ["a(b) was (c)"])
+def test_another_sglang_is_a_problem():
     (finding,) = check_sglang("0.5.12", "cuda")
     assert finding.level == "problem"
-    assert "SGLang 0.5.12; Outrider knows 0.5.11" in finding.what
-    assert "a(b) was (c)" in finding.what
+    assert "SGLang 0.5.12; Outrider knows 0.5.11 or 0.5.23" in finding.what
+    assert finding.fix == "pip install sglang==0.5.23"
 
 
 def test_a_changed_sglang_of_our_version_is_a_problem(monkeypatch):
-    monkeypatch.setattr(contract, "differences", lambda: ["a(b) was (c)"])
-    (finding,) = check_sglang(contract.VERSION, "cuda")
+    monkeypatch.setattr(contract, "differences", lambda known: ["a(b) was (c)"])
+    (finding,) = check_sglang("0.5.11", "cuda")
     assert finding.level == "problem"
+    assert "a(b) was (c)" in finding.what
 
 
 def test_a_broken_sglang_is_a_problem(monkeypatch):
-    def broken():
+    def broken(known):
         raise RuntimeError("operator torchvision::nms does not exist")
 
     monkeypatch.setattr(contract, "differences", broken)
-    (finding,) = check_sglang(contract.VERSION, "cuda")
+    (finding,) = check_sglang("0.5.11", "cuda")
     assert (finding.level, "torchvision::nms" in finding.what) == ("problem", True)
 
 
 @pytest.mark.parametrize(("names", "allowed"), [([], ""), (["outrider"], "other, another")])
 def test_a_plugin_that_sglang_does_not_load(monkeypatch, names, allowed):
     points = [type("Point", (), {"name": name}) for name in names]
-    monkeypatch.setattr(contract, "differences", list)
+    monkeypatch.setattr(contract, "differences", lambda known: [])
     monkeypatch.setattr(machine, "entry_points", lambda group: points)
     monkeypatch.setenv("SGLANG_PLUGINS", allowed)
-    found = list(check_sglang(contract.VERSION, "cuda"))
+    found = list(check_sglang("0.5.11", "cuda"))
     assert [finding.level for finding in found] == ["ok", "problem"]

@@ -60,7 +60,7 @@ def test_older_pages_of_sglang(serve):
         ({"speculative_algorithm": None}, "note", "decodes plainly"),
         ({"speculative_algorithm": "EAGLE"}, "warning", "SGLang's own EAGLE"),
         ({"enable_deterministic_inference": False}, "note", "not deterministic"),
-        ({"version": "0.5.12"}, "warning", "SGLang 0.5.12; Outrider knows 0.5.11"),
+        ({"version": "0.5.12"}, "warning", "SGLang 0.5.12; Outrider knows 0.5.11 or 0.5.23"),
         ({"speculative_draft_model_path": "/other/small"}, "warning", "its draft model is"),
         ({"max_total_num_tokens": 4095}, "note", "room for 4,095 tokens, 7 requests of 512"),
         ({"max_total_num_tokens": 511}, "warning", "room for 511 tokens"),

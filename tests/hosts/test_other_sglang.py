@@ -11,6 +11,7 @@ import pytest
 
 from outrider import __version__
 from outrider.hosts.sglang import guest, plugin
+from outrider.hosts.sglang.contract import VERSIONS
 
 
 class HookType(enum.Enum):
@@ -55,7 +56,7 @@ def host(monkeypatch):
 
 
 def refusal(instead):
-    said = f"outrider: found SGLang 0.5.99, Outrider {__version__}: install SGLang 0.5.11, or "
+    said = f"outrider: found SGLang 0.5.99, Outrider {__version__}: install SGLang {VERSIONS}, or "
     return re.escape(said + instead) + r"\Z"
 
 

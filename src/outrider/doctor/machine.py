@@ -164,25 +164,26 @@ def _quiet() -> Iterator[None]:
 
 def check_sglang(version: str, device: str) -> Iterator[Finding]:
     """Compare the SGLang here with the contract, and lay our hooks as its processes would."""
-    from outrider.hosts.sglang import contract_0_5_11 as contract
+    from outrider.hosts.sglang.contract import CONTRACTS, NEWEST, VERSIONS, differences
 
     serve = "outrider serve stops here"
-    fix = f"pip install sglang=={contract.VERSION}"
+    known = CONTRACTS.get(version)
+    fix = f"pip install sglang=={version if known else NEWEST}"
     try:
         with _quiet():
-            changed = contract.differences()
+            changed = differences(known) if known else []
     except Exception as error:  # whatever its imports raise
         what = f"SGLang {version} cannot be imported: {type(error).__name__}: {error!s:.160}"
         yield Finding("hosts", "problem", what, serve, "mend its installation")
         return
-    if version != contract.VERSION or changed:
-        what = f"SGLang {version}; Outrider knows {contract.VERSION}"
+    if known is None or changed:
+        what = f"SGLang {version}; Outrider knows {VERSIONS}"
         if changed:
             what += f". {len(changed)} of the names it relies on differ: " + "; ".join(changed[:3])
         yield Finding("hosts", "problem", what, serve, fix)
         return
-    names = len(contract.HOOKS) + len(contract.CALLS) + len(contract.FIELDS)
-    names += len(contract.ATTRIBUTES)
+    lists = known.HOOKS, known.CALLS, known.FIELDS, known.ATTRIBUTES
+    names = sum(map(len, lists))
     yield Finding("hosts", "ok", f"SGLang {version}: {names} names are as the contract says")
     yield from _hooks(serve)
     if device == "cpu" and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":

@@ -264,14 +264,14 @@ def _refused(arguments: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _contract(served: Served) -> Iterator[Finding]:
-    from outrider.hosts.sglang import contract_0_5_11 as contract
+    from outrider.hosts.sglang.contract import CONTRACTS, NEWEST, VERSIONS
 
     version = served.versions.get("sglang")
-    if version is not None and version != contract.VERSION:
+    if version is not None and version not in CONTRACTS:
         yield Finding(
             "server",
             "warning",
-            f"SGLang {version}; Outrider knows {contract.VERSION}",
+            f"SGLang {version}; Outrider knows {VERSIONS}",
             "with OUTRIDER it would stop at start",
-            f"pip install sglang=={contract.VERSION}",
+            f"pip install sglang=={NEWEST}",
         )

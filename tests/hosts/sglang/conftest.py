@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.sglang)
-    # the longest file first: two processes then end at about the same time
-    items.sort(key=lambda item: item.path.name != "test_parity.py")
+    # the longest files first: two processes then end at about the same time
+    items.sort(key=lambda item: item.path.name not in ("test_parity.py", "test_parallel.py"))
 
 
 @pytest.fixture(scope="session")

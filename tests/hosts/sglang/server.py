@@ -141,12 +141,19 @@ class Server:
                     totals[key] = totals.get(key, 0.0) + float(value)
         return totals
 
+    def running_requests(self) -> int:
+        """Return how many requests the server has."""
+        answer = session().get(self.url + "/get_load", timeout=10)
+        if answer.ok:
+            return sum(load["num_reqs"] for load in answer.json())
+        loads = session().get(self.url + "/v1/loads", timeout=10).json()["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
     def settle_down(self) -> None:
         """Wait until idle: there SGLang counts its slots, and dies if one is missing."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            loads = session().get(self.url + "/get_load", timeout=10).json()
-            if not any(load["num_reqs"] for load in loads):
+            if not self.running_requests():
                 break
             time.sleep(0.2)
         time.sleep(1.5)
@@ -154,6 +161,21 @@ class Server:
         assert session().post(self.url + "/flush_cache", timeout=30).ok, self.tail()
         answer = self.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})
         assert answer.ok, self.tail()
+
+
+def proposed(meta: dict) -> int:
+    """Return how many drafts an answer had, by the name that its SGLang has for it."""
+    return meta.get("spec_proposed_drafts", meta.get("spec_num_proposed_drafts"))
+
+
+def accepted(meta: dict) -> int:
+    """Return how many of them were accepted."""
+    return meta.get("spec_accepted_drafts", meta.get("spec_num_correct_drafts"))
+
+
+def histogram(meta: dict) -> list[int]:
+    """Return how many steps had 0, 1, 2, ... accepted drafts."""
+    return meta.get("spec_accept_histogram", meta.get("spec_correct_drafts_histogram"))
 
 
 _LOCAL = threading.local()

@@ -13,11 +13,26 @@ import workload
 
 from outrider.hosts.sglang import settings
 
-HEAD = """# What works in SGLang 0.5.11
+HEAD = """# What works in SGLang
 
 Made from the tests by `python tests/hosts/sglang/support_matrix.py`; a test compares the two. All
-of it was run on CPU with SGLang's unmodified 0.5.11 wheel. Nothing here was run on a GPU yet.
+of it was run on CPU with SGLang's unmodified wheels, of the versions that a table says. Both have
+the same worker. Nothing here was run on a GPU yet.
 """
+
+
+def versions(files: str) -> str:
+    """Return the versions of SGLang that these test files are run with: see `.ci/run`."""
+    stages = (Path(__file__).parents[3] / ".ci" / "run").read_text()
+
+    def listed(name: str) -> set[str]:
+        return {*stages.partition(f"{name}=(")[2].partition(")")[0].split()}
+
+    names = {"test_parity.py"} if files == "all of them" else {*files.split(", ")}
+    found = ["0.5.11"] if not names <= listed("sglang_skips") else []
+    found += ["0.5.23"] if names <= listed("sglang23_tests") else []
+    return ", ".join(found)
+
 
 FORMS = {
     "plain": "`/generate`",
@@ -85,8 +100,11 @@ def page() -> str:
     parts = [HEAD, f"## Compared with bare SGLang: {SAME}\n"]
     parts.append(
         table(
-            ("kind", "parameters", "compared"),
-            [(name, shown(params), f"{law}, `test_parity.py`") for name, params, law in kinds],
+            ("kind", "parameters", "compared", "SGLang"),
+            [
+                (name, shown(params), f"{law}, `test_parity.py`", versions("test_parity.py"))
+                for name, params, law in kinds
+            ],
         )
     )
     parts.append("Each of these in every form:\n")
@@ -98,18 +116,23 @@ def page() -> str:
     )
     parts.append(
         table(
-            ("kind", "parameters", "compared"),
-            [(n, shown(p), "`test_requests.py`") for n, p in workload.GRAMMAR.items()],
+            ("kind", "parameters", "compared", "SGLang"),
+            [
+                (name, shown(params), "`test_requests.py`", versions("test_requests.py"))
+                for name, params in workload.GRAMMAR.items()
+            ],
         )
     )
     parts.append("## Under traffic\n")
-    parts.append(table(("what", "tested in"), [(k, f"`{v}`") for k, v in TRAFFIC.items()]))
+    rows = [(what, f"`{files}`", versions(files)) for what, files in TRAFFIC.items()]
+    parts.append(table(("what", "tested in", "SGLang"), rows))
     parts.append("## Refused when the server starts\n")
     parts.append(table(("asked for", "instead"), [(f"{w}", fix) for w, fix, _ in settings.REFUSED]))
     parts.append(
         "Also models with sliding-window layers in a cache of their own, state-space layers, an "
         "encoder, multimodal input or n-gram embeddings; a draft model with another tokenizer; and "
-        "any other version of SGLang.\n"
+        "any other version of SGLang. On 0.5.11 `--disable-overlap-schedule`, on 0.5.23 "
+        "`OUTRIDER_REPAIR`.\n"
     )
     parts.append("## Refused with 400\n")
     parts.append(table(("request", "why"), list(REQUESTS.items())))

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from outrider.hosts.sglang import attention_triton
 from outrider.hosts.sglang.draft_model import DraftSequence, SglangDraftModel
+from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.rows import TreeRows
 
 LINES, WIDTH = 4, 700
@@ -20,7 +21,7 @@ CACHED = [300, 40, 600, 1]
 
 @pytest.fixture
 def backend(monkeypatch):
-    monkeypatch.setattr(attention_triton, "get_attention_tp_size", lambda: 1)
+    monkeypatch.setattr(type(host()), "attention_tp_size", lambda self: 1)
     monkeypatch.setattr(attention_triton, "paged_attention", graphs.attend)
     config = SimpleNamespace(
         **{"is_encoder_decoder": False, "v_head_dim": graphs.DIM, "head_dim": graphs.DIM},
@@ -33,6 +34,7 @@ def backend(monkeypatch):
             server_args=SimpleNamespace(enable_deterministic_inference=True),
             use_mla_backend=False,
             model_config=config,
+            token_to_kv_pool=None,
             req_to_token_pool=SimpleNamespace(req_to_token=slots.view(LINES, WIDTH).int()),
         )
     )
@@ -192,7 +194,6 @@ def test_a_prompt_in_a_piecewise_graph(model, monkeypatch):
         extend_prefix_lens_cpu=[prefix],
         extend_seq_lens_cpu=[count],
         spec_info=None,
-        token_to_kv_pool=model.pool,
         out_cache_loc=line[prefix : prefix + count].long(),
     )
     static = SimpleNamespace(**{**vars(real), "input_ids": tokens})

@@ -1,4 +1,4 @@
-"""With Outrider installed: other versions of SGLang run as without it, and refuse OUTRIDER.
+"""With Outrider installed: any SGLang runs as without it; one that is not known refuses OUTRIDER.
 
 scripts/setup-sglang-beside makes those versions; $OUTRIDER_SGLANG18 and $OUTRIDER_SGLANG23 name
 their directories.
@@ -24,7 +24,7 @@ FLAGS = [
 PROMPTS = ["On a misty morning, an outrider rode out of Harrow.", "The mill", "She said that"]
 EACH_TIME_ANOTHER = {"port", "launch_command", "startup_time", "internal_states"}
 REFUSAL = (
-    r"outrider: found SGLang {}, Outrider {}: install SGLang 0\.5\.11, "
+    r"outrider: found SGLang {}, Outrider {}: install SGLang 0\.5\.11 or 0\.5\.23, "
     r"or leave --speculative-algorithm OUTRIDER out"
 )
 
@@ -78,7 +78,7 @@ CHOSEN = ["--speculative-algorithm", "OUTRIDER", "--attention-backend", "outride
 ENGINE = "import sglang; sglang.Engine(model_path='no/such/model', device='cpu', {})"
 
 
-@pytest.mark.parametrize("version", BESIDE)
+@pytest.mark.parametrize("version", ["0.5.18"])
 @pytest.mark.parametrize(
     "command",
     [

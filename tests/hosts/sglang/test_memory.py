@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
-from outrider.hosts.sglang import memory, plugin
+from outrider.hosts.sglang import hooks, host_0_5_11, memory
 from outrider.hosts.sglang.worker import OutriderWorker
 
 QWEN = 151_936
@@ -88,7 +88,7 @@ def test_memory_is_left_for_a_draft_model(others, fraction):
         args.mem_fraction_static = args.mem_fraction_static or 0.8
 
     args = arguments(**others)
-    plugin._handle_gpu_memory_settings(sized, args, 80 * 1024)
+    host_0_5_11._handle_gpu_memory_settings(sized, args, 80 * 1024)
     assert args.mem_fraction_static == fraction
 
 
@@ -114,7 +114,7 @@ def test_a_token_costs_both_caches(monkeypatch):
             kv_cache_dtype=torch.bfloat16,
         )
         runner.__dict__.update(others)
-        return plugin._compute_cell_size(lambda self, mr, layers: 65_536, None, runner, 32)
+        return hooks.compute_cell_size(lambda self, mr, layers: 65_536, None, runner, 32)
 
     assert cell() == 65_536 + 16_384  # of each of two devices
     assert asked == [{"model_path": "draft", "model_revision": None, "is_draft_model": True}]

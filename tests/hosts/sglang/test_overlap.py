@@ -8,14 +8,23 @@ import numpy as np
 import pytest
 import torch
 import workload
+from server import proposed
 from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_STR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from outrider.core import FinishReason, Outcome, Outcomes, Proposal, chain
-from outrider.hosts.sglang import overlap
-from outrider.hosts.sglang.overlap import Flight, NextDraft, _order_logprobs, _would_keep
+from outrider.hosts.sglang import flights
+from outrider.hosts.sglang.flights import (
+    Flight,
+    NextDraft,
+    attach_hidden,
+    order_logprobs,
+    would_keep,
+)
+from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.tracing import StepClock
+from outrider.hosts.sglang.worker import OutriderWorker
 
 # -- what the host will keep of a step's tokens
 
@@ -43,7 +52,7 @@ def host_request(output="", grammar=None, **params):
 
 def kept(req, text):
     before = list(req.output_ids)
-    found = _would_keep(req, [ord(c) for c in text])
+    found = would_keep(req, [ord(c) for c in text])
     assert req.output_ids == before  # it was a copy that was asked
     assert not req.finished()
     return found
@@ -59,7 +68,10 @@ def test_the_stop_string_that_comes_first_ends_a_request():
     assert kept(req, "abcde") == (2, FinishReason.STOP)
     # the twin: the host's own look at all tokens of the step
     req.output_ids += [ord(c) for c in "abcde"]
-    req.check_finished(5)
+    if hasattr(req, "check_finished"):
+        req.check_finished(5)
+    else:
+        req.update_finish_state(5)
     assert isinstance(req.finished_reason, FINISH_MATCHED_STR)
     assert req.finished_reason.matched == "d"
 
@@ -104,9 +116,9 @@ def test_a_grammar_is_asked_and_put_back():
 
 def request(number, length=4, **req):
     fields = {"finished": lambda: False, "is_retracted": False, "output_ids": []}
-    return SimpleNamespace(
-        id=number, length=length, finish_reason=None, output=[], req=SimpleNamespace(**fields | req)
-    )
+    made = SimpleNamespace(**fields | req)
+    made.kv = made  # where 0.5.23 has what 0.5.11 has in the request
+    return SimpleNamespace(id=number, length=length, finish_reason=None, output=[], req=made)
 
 
 def flight(drafts, *requests):
@@ -138,10 +150,10 @@ def test_logprobs_stand_where_the_host_looks():
     made = flight([[5, 6], []], a, b)
     done = [Outcome(a, (5, 9), (0, 1), 2, 1, None), Outcome(b, (8,), (0,), 0, 0, None)]
     made.outcomes = Outcomes.of(done)
-    output = SimpleNamespace(**dict.fromkeys(overlap._LISTS))
+    output = SimpleNamespace(**dict.fromkeys(flights._LISTS))
     output.next_token_logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     output.next_token_top_logprobs_val = [torch.tensor([float(i)]) for i in range(4)]
-    _order_logprobs(made, output, 3)
+    order_logprobs(made, output, 3)
     assert output.next_token_logprobs.tolist() == [[-1, -2], [-4, 0], [0, 0]]
     found = [v.tolist() for v in output.next_token_top_logprobs_val]
     assert found == [[0.0], [1.0], [3.0], [], [], []]
@@ -155,9 +167,9 @@ def test_hidden_states_are_those_of_the_request_after_others_ended():
     made.outcomes = Outcomes.of([Outcome(b, (8,), (0,), 0, 0, None)])
     assert made.kept_rows().tolist() == [1]
     output = SimpleNamespace(hidden_states=torch.tensor([[1.0], [2.0]]))
-    overlap._attach_hidden(made, output, [True])
+    attach_hidden(made, output, [True])
     assert b.req.hidden_states == []  # it has left
-    overlap._attach_hidden(made, output, [False])
+    attach_hidden(made, output, [False])
     assert b.req.hidden_states == [[2.0]]
 
 
@@ -172,8 +184,9 @@ def test_a_trees_path_is_put_in_order(monkeypatch):
         def write(self, index, values):
             table[index] = values
 
-    worker = overlap.OverlapWorker.__new__(overlap.OverlapWorker)
-    worker.model_runner = SimpleNamespace(device="cpu", req_to_token_pool=Pool())
+    worker = OutriderWorker.__new__(OutriderWorker)
+    runner = SimpleNamespace(device="cpu", req_to_token_pool=Pool())
+    worker._target_worker = SimpleNamespace(model_runner=runner)
     a = request(0, req_pool_idx=1)
     gone = request(1, req_pool_idx=0, is_retracted=True)
     proposal = Proposal.unclaimed([5, 6, 5, 6], [2, 2], [-1, -1, -1, -1])
@@ -192,19 +205,20 @@ def test_near_the_end_of_the_context_no_slot_lies_beyond_the_line(monkeypatch):
     def write(batch, owner, position):
         written.extend(zip(owner.tolist(), position.tolist(), strict=True))
 
-    monkeypatch.setattr(overlap, "write_slots", write)
-    monkeypatch.setattr(overlap, "get_alloc_len_per_decode", lambda: 13)
+    monkeypatch.setattr(flights, "write_slots", write)
+    monkeypatch.setattr(type(host()), "slots_per_step", lambda self: 13)
     reqs = [
-        SimpleNamespace(kv_allocated_len=n, kv_committed_len=n, decode_batch_idx=0)
+        request(n, kv_allocated_len=n, kv_committed_len=n, decode_batch_idx=0).req
         for n in (10, 30, 40)
     ]
     table = SimpleNamespace(req_to_token=torch.zeros(3, 40))
     batch = SimpleNamespace(
         reqs=reqs, req_to_token_pool=table, device="cpu", seq_lens_cpu=torch.tensor([10, 30, 40])
     )
-    NextDraft(torch.tensor([10, 30, 40]), True, None, None).prepare_for_decode(batch)
+    NextDraft(torch.tensor([10, 30, 40]), batch.seq_lens_cpu).prepare_for_decode(batch)
     assert [req.kv_allocated_len for req in reqs] == [36, 40, 40]
-    assert [req.kv_committed_len for req in reqs] == [11, 31, 41]
+    ahead = host().claims_ahead
+    assert [req.kv_committed_len for req in reqs] == [10 + ahead, 30 + ahead, 40 + ahead]
     assert written == [(0, p) for p in range(10, 36)] + [(1, p) for p in range(30, 40)]
 
 
@@ -218,9 +232,16 @@ TIGHT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def server(launch, model_dir):
-    return launch("overlap", model_dir("stories15m"), *TIGHT).wait()
+IN_TURN = ["--disable-overlap-schedule"]
+"""SGLang 0.5.23 runs the same worker in turn; 0.5.11 has another contract for that."""
+
+
+@pytest.fixture(
+    scope="module", params=[[], IN_TURN] if host().contract.VERSION > "0.5.11" else [[]]
+)
+def server(request, launch, model_dir):
+    flags = request.param
+    return launch(f"overlap{len(flags)}", model_dir("stories15m"), *TIGHT, *flags).wait()
 
 
 def test_at_the_end_of_the_context(server):
@@ -235,7 +256,7 @@ def test_at_the_end_of_the_context(server):
         ]
         found = server.ask_all([("/generate", body) for body in bodies], 4)
         answers.append([workload.essence(a) for a in found])
-        drafted = sum(a["meta_info"]["spec_proposed_drafts"] for a in found)
+        drafted = sum(proposed(a["meta_info"]) for a in found)
         assert (drafted > 0) == (wishes == {})
         assert all(a["meta_info"]["finish_reason"]["type"] == "length" for a in found)
     assert answers[0] == answers[1]

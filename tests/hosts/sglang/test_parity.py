@@ -19,19 +19,23 @@ def conclude(comparison, logprobs_within, record_property):
     record_property("requests compared", comparison.requests)
 
 
-IN_TURN = ["--disable-overlap-schedule", "--max-total-tokens", "260"]
-"""SGLang's contract without overlap, which reserves fewer slots: the cache is smaller here."""
+SLOW = pytest.mark.slow
+"""More requests, and a larger model, on every version: `pytest -m slow`."""
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "max_new", "flags"),
-    [("stories15m", 280, 40, []), ("smollm2-135m-instruct", 84, 24, IN_TURN)],
+    ("name", "count", "max_new"),
+    [
+        ("stories15m", 160, 40),
+        pytest.param("stories15m", 320, 40, marks=SLOW),
+        pytest.param("smollm2-135m-instruct", 84, 24, marks=SLOW),
+    ],
 )
-def test_greedy_as_stock_sglang(name, count, max_new, flags, model_dir, launch, record_property):
+def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, record_property):
     """Bare SGLang as it comes, without our plugin, against OUTRIDER with n-grams."""
     model = model_dir(name)
     bare = launch(f"{name}-stock", model, *parity.BARE, *parity.STOCK, SGLANG_PLUGINS="none")
-    ours = launch(f"{name}-ngram", model, *parity.TIGHT, *parity.STOCK, *parity.OUTRIDER, *flags)
+    ours = launch(f"{name}-ngram", model, *parity.TIGHT, *parity.STOCK, *parity.OUTRIDER)
     wishes = workload.make(workload.GREEDY, count, 1, max_new, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_greedy(bare, ours, wishes)
@@ -41,7 +45,12 @@ def test_greedy_as_stock_sglang(name, count, max_new, flags, model_dir, launch, 
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "max_new"), [("stories15m", 150, 32), ("smollm2-135m-instruct", 30, 20)]
+    ("name", "count", "max_new"),
+    [
+        ("stories15m", 90, 32),
+        pytest.param("stories15m", 180, 32, marks=SLOW),
+        pytest.param("smollm2-135m-instruct", 30, 20, marks=SLOW),
+    ],
 )
 def test_seeded_as_deterministic_sglang(
     name, count, max_new, model_dir, launch, noisy, record_property, tmp_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,8 +16,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from outrider.core import Unsupported
-from outrider.hosts.sglang import contract_0_5_11 as contract
-from outrider.hosts.sglang import plugin, settings
+from outrider.hosts.sglang import contract, plugin, settings
+from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import Profile, load_profile, request_options
 
 
@@ -26,8 +27,8 @@ def loaded():
 
 
 def test_contract_holds_and_all_hooks_are_laid():
-    assert contract.differences() == []
-    assert plugin._HOOKS.keys() == contract.HOOKS.keys()
+    assert contract.differences(host().contract) == []
+    assert host().hooks().keys() == host().contract.HOOKS.keys()
     plugin.check_contract()
     plugin.check_hooks()
 
@@ -36,51 +37,61 @@ def test_contract_holds_and_all_hooks_are_laid():
     ("table", "name", "parameters", "said"),
     [
         ("HOOKS", "server_args.ServerArgs.no_such_method", "self", "is missing"),
-        ("CALLS", "mem_cache.common.alloc_token_slots", "tree_cache", "was (tree_cache)"),
+        ("CALLS", "layers.sampler.multinomial_with_seed", "logprobs", "was (logprobs)"),
         ("FIELDS", "managers.utils.GenerationBatchResult", "no_such_field", "lacks no_such_field"),
         ("ATTRIBUTES", "managers.schedule_batch.Req", "rid no_such_thing", "lacks no_such_thing"),
     ],
 )
 def test_twin_a_changed_host_is_seen(table, name, parameters, said, monkeypatch):
-    monkeypatch.setitem(getattr(contract, table), name, parameters)
-    assert any(said in line for line in contract.differences())
-    with pytest.raises(SystemExit, match=r"(?s)differs from the 0.5.11.*found SGLang 0.5.11"):
+    known = host().contract
+    monkeypatch.setitem(getattr(known, table), name, parameters)
+    assert any(said in line for line in contract.differences(known))
+    version = sglang.__version__
+    with pytest.raises(SystemExit, match=f"(?s)differs from the {version}.*found SGLang {version}"):
         plugin.check_contract()
 
 
-def test_another_version_stops_with_both(monkeypatch):
+def test_another_version_is_not_known(monkeypatch):
+    assert contract.known_contract() is host().contract
     monkeypatch.setattr(sglang, "__version__", "0.5.99")
-    with pytest.raises(SystemExit, match=r"(?s)0\.5\.11.*found SGLang 0\.5\.99"):
-        plugin.check_contract()
+    assert contract.known_contract() is None
 
 
 def test_a_hook_that_was_not_laid_stops_the_server(monkeypatch):
     patched = HookRegistry._patched - {contract.hook_target("utils.common.support_triton")}
     monkeypatch.setattr(HookRegistry, "_patched", patched)
     with pytest.raises(SystemExit, match="support_triton"):
-        plugin.Algorithm().create_worker(None)
+        plugin.check_hooks()
+
+
+def prepared(model, *flags, first=""):
+    """Return what became of a process that reads these flags as SGLang's server does."""
+    flags = ["--model-path", str(model), "--device", "cpu", *flags]
+    code = (
+        f"import sglang; {first}\n"
+        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
+        "from sglang.srt.server_args import prepare_server_args\n"
+        f"prepare_server_args([*{flags}, '--speculative-algorithm', 'OUTRIDER'])"
+    )
+    environment = {**os.environ, **ENVIRONMENT}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
 def test_the_server_itself_stops_when_the_host_has_changed(model_dir):
     """The real command line, with an SGLang that says it is newer."""
-    code = (
-        "import sglang; sglang.__version__ = '0.5.99'\n"
-        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
-        "from sglang.srt.server_args import prepare_server_args\n"
-        "prepare_server_args(['--model-path', '{model}', '--device', 'cpu',"
-        " '--speculative-algorithm', 'OUTRIDER'])"
-    )
-    command = [sys.executable, "-c", code.replace("{model}", str(model_dir("stories15m")))]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True)
+    done = prepared(model_dir("stories15m"), first="sglang.__version__ = '0.5.99'")
     assert done.returncode == 1
     assert "found SGLang 0.5.99" in done.stderr
-    assert "install SGLang 0.5.11" in done.stderr
+    assert "install SGLang 0.5.11 or 0.5.23" in done.stderr
 
 
-def _environment():
-    import os
-
-    return {**os.environ, **ENVIRONMENT}
+def test_without_overlap(model_dir):
+    """0.5.11 has another contract for it; 0.5.23 runs the same worker in turn."""
+    done = prepared(model_dir("stories15m"), "--disable-overlap-schedule")
+    refused = "--disable-overlap-schedule in SGLang 0.5.11; leave it out" in done.stderr
+    assert refused == (sglang.__version__ == "0.5.11"), done.stderr[-1000:]
+    assert done.returncode == refused, done.stderr[-1000:]
 
 
 def test_off_unless_chosen():
@@ -93,7 +104,6 @@ def test_chosen():
     algorithm = SpeculativeAlgorithm.from_string("outrider")
     assert algorithm.name == "OUTRIDER"
     assert not algorithm.is_none()
-    assert algorithm.supports_spec_v2()
     assert not algorithm.is_speculative()  # graphs are those of plain decoding
 
 
@@ -134,6 +144,10 @@ REFUSED = {
     "--speculative-eagle-topk": {"speculative_eagle_topk": 4},
     "--speculative-adaptive": {"speculative_adaptive": True},
     "--speculative-token-map": {"speculative_token_map": "map"},
+    "--enable-watermark": {"enable_watermark": True},
+    "--enable-unified-memory": {"enable_unified_memory": True},
+    "--attn-dp-size": {"attn_dp_size": 2},
+    "--dcp-size": {"dcp_size": 2},
     "--enable-multi-layer-eagle": {"enable_multi_layer_eagle": True},
     "--speculative-num-steps 3": {"speculative_num_steps": 3, "speculative_num_draft_tokens": 9},
 }
@@ -160,13 +174,6 @@ def test_sglangs_own_flags_say_how_many_drafts(steps, rows, expected):
     assert args.speculative_num_steps == expected
     assert args.speculative_num_draft_tokens == expected + 1
     assert not args.disable_overlap_schedule
-
-
-@pytest.mark.parametrize(("disabled", "name"), [(False, "OverlapWorker"), (True, "OutriderWorker")])
-def test_the_scheduler_says_which_worker(disabled, name, monkeypatch):
-    monkeypatch.setattr(plugin, "check_hooks", lambda: None)
-    worker = plugin.Algorithm().create_worker(arguments(disable_overlap_schedule=disabled))
-    assert worker.__name__ == name
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(None, 7), (9, 9), (7, 7)])

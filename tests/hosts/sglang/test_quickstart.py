@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import support_matrix
 import typer.main
-from server import Server, free_port
+from server import Server, free_port, proposed
 
 from outrider.cli.main import app
 from pages import PAGES, commands
@@ -62,7 +62,7 @@ def test_serve_and_ask(logs):
     drafted, plain = answers
     assert drafted["output_ids"] == plain["output_ids"]
     assert drafted["meta_info"]["spec_accept_length"] > 1.5
-    assert plain["meta_info"]["spec_proposed_drafts"] == 0
+    assert proposed(plain["meta_info"]) == 0
     assert rest.startswith("outrider:accepted")
 
 

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import workload
+from server import accepted, histogram, proposed
 
 MODEL = "stories15m"
 FLAGS = [
@@ -36,17 +37,17 @@ TEXT = workload.OPENINGS[0]
 
 def test_a_request_can_opt_out(server):
     meta = server.ask("/generate", body(TEXT, {"max_drafts": 0}))["meta_info"]
-    assert (meta["spec_proposed_drafts"], meta["spec_accepted_drafts"]) == (0, 0)
+    assert (proposed(meta), accepted(meta)) == (0, 0)
     assert meta["spec_verify_ct"] == meta["completion_tokens"] - 1
     none = server.ask("/generate", body(TEXT, {"drafter": "none"}))["meta_info"]
-    assert none["spec_proposed_drafts"] == 0
+    assert proposed(none) == 0
 
 
 @pytest.mark.parametrize("most", [1, 2, 4])
 def test_a_request_can_cap_its_drafts(most, server):
     meta = server.ask("/generate", body(TEXT, {"max_drafts": most}))["meta_info"]
-    assert 0 < meta["spec_proposed_drafts"] <= most * meta["spec_verify_ct"]
-    assert len(meta["spec_accept_histogram"]) <= most + 1
+    assert 0 < proposed(meta) <= most * meta["spec_verify_ct"]
+    assert len(histogram(meta)) <= most + 1
 
 
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
@@ -59,17 +60,16 @@ def test_sglangs_own_fields_are_true(drafter, server):
         key = f"outrider:{name}_total"
         return after.get(key, 0) - before.get(key, 0)
 
-    assert new("draft_tokens") == meta["spec_proposed_drafts"] > 0
-    assert new("accepted_draft_tokens") == meta["spec_accepted_drafts"]
-    assert new("accepted_at") == meta["spec_accepted_drafts"]
+    assert new("draft_tokens") == proposed(meta) > 0
+    assert new("accepted_draft_tokens") == accepted(meta)
+    assert new("accepted_at") == accepted(meta)
     assert new("verify_steps") == meta["spec_verify_ct"]
     assert new("emitted_tokens") == meta["completion_tokens"] - 1
-    assert new("verify_rows") == meta["spec_verify_ct"] + meta["spec_proposed_drafts"]
-    histogram = meta["spec_accept_histogram"]
-    assert sum(histogram) == meta["spec_verify_ct"]
-    assert sum(i * n for i, n in enumerate(histogram)) == meta["spec_accepted_drafts"]
+    assert new("verify_rows") == meta["spec_verify_ct"] + proposed(meta)
+    assert sum(histogram(meta)) == meta["spec_verify_ct"]
+    assert sum(i * n for i, n in enumerate(histogram(meta))) == accepted(meta)
     assert meta["spec_accept_length"] == meta["completion_tokens"] / meta["spec_verify_ct"]
-    rate = meta["spec_accepted_drafts"] / meta["spec_proposed_drafts"]
+    rate = accepted(meta) / proposed(meta)
     assert meta["spec_accept_rate"] == pytest.approx(rate)
 
 
@@ -111,7 +111,7 @@ def test_grammar(kind, drafter, server):
         assert workload.essence(plain) == workload.essence(drafted)
         if drafted["meta_info"]["finish_reason"]["type"] == "stop":
             assert obeys(kind, drafted["text"])
-    assert any(a["meta_info"]["spec_proposed_drafts"] for a in answers[1::2])
+    assert any(proposed(a["meta_info"]) for a in answers[1::2])
     assert any(a["meta_info"]["finish_reason"]["type"] == "stop" for a in answers)
 
 

@@ -32,7 +32,9 @@ from sglang.srt.utils import common
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang import contract_0_5_11 as contract
+from outrider.hosts.sglang import host_0_5_11 as hooks
 from outrider.hosts.sglang import plugin, rocm, settings
+from outrider.hosts.sglang.contract import hook_target, rocm_differences
 
 V, T = 6, 4
 TOKENS = torch.tensor([5, 1, 3, 2])
@@ -78,7 +80,7 @@ def on_rocm(monkeypatch):
 def like_rocm(monkeypatch):
     """SGLang as it is on ROCm; what the repair sets is taken back."""
     for name, switches in contract.ROCM_SWITCHES.items():
-        module = sys.modules[contract.hook_target(name)]
+        module = sys.modules[hook_target(name)]
         for flag in switches:
             monkeypatch.setattr(module, flag, flag == "_is_hip")
         for function in rocm.FUNCTIONS:
@@ -328,14 +330,14 @@ def wanted(monkeypatch):
 def test_off_unless_asked_for(monkeypatch):
     load_plugins()
     monkeypatch.delenv("OUTRIDER_REPAIR", raising=False)
-    plugin._handle_speculative_decoding(None, arguments())
-    plugin._create_worker(object, None, arguments())
+    hooks._handle_speculative_decoding(None, arguments())
+    hooks._create_worker(object, None, arguments())
     assert not eagle_info.TREE_SPEC_KERNEL_AVAILABLE
 
 
 def test_asked_for(wanted, caplog):
     """By the hooks: the launcher checks, and the scheduler's process repairs, once."""
-    plugin._handle_speculative_decoding(None, arguments())
+    hooks._handle_speculative_decoding(None, arguments())
     assert not eagle_info.TREE_SPEC_KERNEL_AVAILABLE
     with caplog.at_level(logging.INFO, logger="outrider"):
         worker = SpeculativeAlgorithm.EAGLE.create_worker(arguments())
@@ -347,9 +349,9 @@ def test_asked_for(wanted, caplog):
 def test_refused_without_rocm(wanted, monkeypatch):
     monkeypatch.setattr(common, "is_hip", lambda: False)
     with pytest.raises(SystemExit, match=r"outrider: OUTRIDER_REPAIR without ROCm.*unset it"):
-        plugin._handle_speculative_decoding(None, arguments())
+        hooks._handle_speculative_decoding(None, arguments())
     with pytest.raises(Unsupported, match="without ROCm"):
-        plugin._create_worker(object, None, arguments())
+        hooks._create_worker(object, None, arguments())
 
 
 def test_the_server_itself_stops_without_rocm(model_dir):
@@ -368,7 +370,7 @@ def test_the_server_itself_stops_without_rocm(model_dir):
 def test_an_unknown_repair_is_refused(wanted, monkeypatch):
     monkeypatch.setenv("OUTRIDER_REPAIR", "rocm")
     with pytest.raises(SystemExit, match=r"OUTRIDER_REPAIR=rocm.*rocm-sampling"):
-        plugin._handle_speculative_decoding(None, arguments())
+        hooks._handle_speculative_decoding(None, arguments())
 
 
 @pytest.mark.parametrize("algorithm", [None, "OTHER"])
@@ -378,7 +380,7 @@ def test_nothing_to_repair_is_said(algorithm, wanted, caplog):
 
 
 def test_the_contract_holds():
-    assert contract.rocm_differences() == []
+    assert rocm_differences(contract) == []
     assert {f.__name__ for f in rocm.FUNCTIONS} == contract.ROCM_CALLS.keys()
 
 
@@ -400,9 +402,9 @@ def test_twin_a_changed_host_stops_the_server(table, name, value, said, wanted, 
     monkeypatch.setitem(getattr(contract, table), name, value)
     message = rf"(?s)differs from the 0.5.11.*{said}.*unset OUTRIDER_REPAIR"
     with pytest.raises(SystemExit, match=message):
-        plugin._handle_speculative_decoding(None, arguments())
+        hooks._handle_speculative_decoding(None, arguments())
     with pytest.raises(SystemExit, match=message):
-        plugin._create_worker(object, None, arguments())
+        hooks._create_worker(object, None, arguments())
     assert not eagle_info.TREE_SPEC_KERNEL_AVAILABLE
 
 

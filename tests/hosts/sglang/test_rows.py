@@ -15,15 +15,12 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from outrider.core import Outcome, Outcomes, Proposal, chain
-from outrider.hosts.sglang import rows
-from outrider.hosts.sglang.rows import (
-    Block,
-    Penalties,
-    can_roll_back,
-    kind_groups,
-    sampling_kind,
-)
+from outrider.core import Proposal, chain
+from outrider.hosts.sglang import rows, sampling
+from outrider.hosts.sglang.grammars import RowGrammar, can_roll_back
+from outrider.hosts.sglang.penalties import Penalties
+from outrider.hosts.sglang.rows import kind_groups
+from outrider.hosts.sglang.sampling import row_sampling, sample, sampling_kind
 
 V = 64
 
@@ -105,9 +102,9 @@ def row_logits(advance=True, monkeypatch=None):
     proposal = Proposal.of([chain(draft) for draft in DRAFTS])
     logits = torch.randn(proposal.num_rows, V, generator=torch.Generator().manual_seed(0))
     if not advance:
-        monkeypatch.setattr(rows, "advance", lambda *args: None)
+        monkeypatch.setattr(sampling, "advance", lambda *args: None)
     owner = torch.from_numpy(proposal.row_owners)
-    info = rows._row_sampling(batch, company(batch), proposal, owner)
+    info = row_sampling(batch, company(batch), proposal, owner)
     expected = [
         alone(r, path, logits[i])
         for i, (r, path) in enumerate(zip(proposal.row_owners, proposal.paths(), strict=True))
@@ -176,7 +173,7 @@ def sampled(reqs, logits, positions, together=False):
         return runner.sampler(output, batch.sampling_info, False, None, None, positions).tolist()
     forward = _dataclass(forward)
     groups = kind_groups([sampling_kind(req.sampling_params) for req in reqs], "cpu")
-    return rows.sample(runner, output, forward, positions, groups).tolist()
+    return sample(runner, output, forward, positions, groups).tolist()
 
 
 def _dataclass(namespace):
@@ -222,11 +219,11 @@ def test_grammar_along_the_path(grammars):
     shared, fresh = make(), make()
     assert can_roll_back(shared)
     for depth in range(len(path) + 1):
-        assert torch.equal(mask(rows._RowGrammar(shared, path[:depth])), mask(fresh))
+        assert torch.equal(mask(RowGrammar(shared, path[:depth])), mask(fresh))
         if depth < len(path):
             fresh.accept_token(path[depth])
     assert torch.equal(mask(shared), mask(make())), "asking about drafts moved the grammar"
-    forbidden = rows._RowGrammar(shared, tokenizer.encode("zebra", add_special_tokens=False))
+    forbidden = RowGrammar(shared, tokenizer.encode("zebra", add_special_tokens=False))
     everything = shared.allocate_vocab_mask(32000, 1, "cpu")
     assert torch.equal(mask(forbidden), everything)
     assert not torch.equal(mask(shared), everything)
@@ -241,15 +238,6 @@ def test_mask_on_cpu(grammars):
     allowed = {tokenizer.decode([i]).strip() for i in logits[0].isfinite().nonzero()[:, 0].tolist()}
     assert allowed <= {"c", "ca", "cat", "d", "do", "dog", ""}
     assert {"cat", "dog"} <= allowed
-
-
-def test_block_of_slots():
-    block = Block(torch.arange(10, 19), np.array([0, 3, 4]))
-    paths = [(0,), (0,), (0, 1, 3)]
-    outcomes = Outcomes.of([Outcome(None, rows, rows, len(rows), 0, None) for rows in paths])
-    kept, rejected = block.split(outcomes)
-    assert block.slots[torch.from_numpy(kept)].tolist() == [10, 13, 14, 15, 17]
-    assert block.slots[torch.from_numpy(rejected)].tolist() == [11, 12, 16, 18]
 
 
 def test_penalties_are_counted_for_those_that_have_them_alone():

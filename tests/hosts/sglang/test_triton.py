@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import workload
+from server import accepted
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang import attention_triton
+from outrider.hosts.sglang.host import host
 
 FLAGS = [
     *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
@@ -33,7 +35,7 @@ def ask(server, i: int, **wishes):
     params |= {"ignore_eos": True, "custom_params": {"outrider": wishes}}
     body = {"text": workload.OPENINGS[i], "sampling_params": params, "return_logprob": True}
     meta = server.ask("/generate", body)["meta_info"]
-    return meta["output_token_logprobs"], meta["spec_accepted_drafts"]
+    return meta["output_token_logprobs"], accepted(meta)
 
 
 def test_verified_rows_are_decoded_rows(server):
@@ -52,7 +54,7 @@ def test_verified_rows_are_decoded_rows(server):
 @pytest.fixture
 def backend(monkeypatch):
     """The backend on buffers of its own: no server, no kernel."""
-    monkeypatch.setattr(attention_triton, "get_attention_tp_size", lambda: 1)
+    monkeypatch.setattr(type(host()), "attention_tp_size", lambda self: 1)
     config = SimpleNamespace(
         is_encoder_decoder=False,
         v_head_dim=64,
@@ -66,6 +68,7 @@ def backend(monkeypatch):
             server_args=SimpleNamespace(enable_deterministic_inference=True),
             use_mla_backend=False,
             model_config=config,
+            token_to_kv_pool=None,
             req_to_token_pool=SimpleNamespace(req_to_token=lines),
         )
     )

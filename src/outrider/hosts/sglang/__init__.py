@@ -2,15 +2,17 @@
 
 SGLang finds `register` by its entry point, `sglang.srt.plugins`. Read in this order:
 
-* `plugin`: the hooks, and what happens at start-up
-* `contract`: every name of SGLang that we rely on, for one version of it
+* `plugin`, `hooks`: what happens at start-up, and the hooks that every version gets
+* `host`: what differs between versions of SGLang, and a file for each that says how it is there
+* `contract`: every name of SGLang that we rely on, a file for each version, and the check
 * `guest`: what happens in any other version: nothing, or a refusal
-* `profile`: what a user can set, for the server and for a request
-* `worker`: the loop, by the contract that SGLang has without overlap
-* `overlap`: the same loop under overlap: a step is launched before the last one is known
+* `profile`, `settings`: what a user can set, for the server and for a request
+* `worker`: the loop: a step is launched before the last one is known
+* `flights`: steps that were launched, and what a batch carries from one to the next
 * `roster`, `drafting`: SGLang's requests as drafters see them, and the server's drafters
 * `flush`, `explain`: streams in chunks of a fixed size; what each step did, for those who ask
-* `rows`: a verify pass as a decode batch with one row for each token; the host's own sampler
+* `rows`: a verify pass as a decode batch with one row for each token
+* `sampling`, `penalties`, `grammars`: what the host's own sampler would emit at each row
 * `row_limits`, `memory`: how many rows a pass may have, and what they take
 * `draft_model`: the draft in SGLang's own `TpModelWorker`
 * `metrics`, `tracing`: what it tells of itself, as Prometheus counters and OpenTelemetry spans

@@ -20,6 +20,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from torch import Tensor
 
 from outrider.core import Unsupported
+from outrider.hosts.sglang.host import host
 from outrider.kernels import use_triton
 from outrider.kernels.paged_attention import Past, Tiles, paged_attention, tile_rows, tree_pasts
 from outrider.kernels.row_invariant import ROWS
@@ -42,7 +43,6 @@ class OutriderAttention(AttentionBackend):
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        args = runner.server_args
         kinds = {
             "MLA": runner.use_mla_backend,
             "encoder-decoder models": runner.model_config.is_encoder_decoder,
@@ -53,7 +53,8 @@ class OutriderAttention(AttentionBackend):
                     f"the attention backend 'outrider' for {kind}",
                     fix="choose another --attention-backend",
                 )
-        self._deterministic = args.enable_deterministic_inference
+        self._deterministic = host().arguments(runner.server_args).enable_deterministic_inference
+        self._pool = runner.token_to_kv_pool
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._pasts: list[Past] = []
         self._batches: list[_Batch] = []
@@ -103,7 +104,14 @@ class OutriderAttention(AttentionBackend):
         return Past(rows, lens, self._req_to_token[line, : max(lens)].long())
 
     def forward_decode(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool = True
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        batch: Any,
+        save_kv_cache: bool = True,
+        **_: Any,
     ) -> Tensor:
         """Attend from each row to its past. q: [N, Hq * D] -> [N, Hq * Dv]."""
         if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
@@ -113,7 +121,7 @@ class OutriderAttention(AttentionBackend):
                 "scores that change with the position (Llama 4, Grok)",
                 fix="choose another --attention-backend",
             )
-        pool = batch.token_to_kv_pool
+        pool = self._pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
@@ -137,6 +145,12 @@ class OutriderAttention(AttentionBackend):
         """Return how many positions a row sees, itself included, and the cap of its scores."""
         window = layer.sliding_window_size
         return None if window is None or window < 0 else window + 1, layer.logit_cap or None
+
+    def shared_read_ends(self, forward_mode: Any) -> Any:
+        """Say, in SGLang 0.5.23, that every layer looks into the host's table of slots."""
+        from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+
+        return SharedReadEnds.POST_REPLAY
 
     def support_triton(self) -> bool:
         """Say no: let the host use plain torch around us."""

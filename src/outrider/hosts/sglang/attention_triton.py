@@ -15,11 +15,11 @@ import logging
 from typing import Any
 
 import torch
-from sglang.srt.layers.dp_attention import get_attention_tp_size
 from torch import Tensor
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang.attention import OutriderAttention
+from outrider.hosts.sglang.host import host
 from outrider.kernels import arch
 from outrider.kernels.paged_attention import Layout, Tile, paged_attention
 from outrider.kernels.paged_attention.trees import for_graph, tail_slots, tree_layout
@@ -33,7 +33,7 @@ class TritonAttention(OutriderAttention):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        config, tp_size = runner.model_config, get_attention_tp_size()
+        config, tp_size = runner.model_config, host().attention_tp_size()
         if config.v_head_dim != config.head_dim:
             raise Unsupported(
                 f"values of {config.v_head_dim} beside keys of {config.head_dim} dimensions",
@@ -135,6 +135,20 @@ class TritonAttention(OutriderAttention):
         lens_cpu = None if seq_lens_cpu is None else seq_lens_cpu[:bs]
         rows = self._rows(lines, lens, self._max_len, spec_info, lens_cpu)
         self._captured[bs].copy_(rows)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Do what SGLang 0.5.11 asks for by two names: see the two methods above."""
+        batch = forward_batch
+        bs, lines, lens = batch.batch_size, batch.req_pool_indices, batch.seq_lens
+        mode, trees = batch.forward_mode, batch.spec_info
+        if in_capture:
+            self.init_forward_metadata_capture_cuda_graph(bs, bs, lines, lens, None, mode, trees)
+        else:
+            known = batch.seq_lens_cpu
+            total = batch.seq_lens_sum
+            self.init_forward_metadata_replay_cuda_graph(
+                bs, lines, lens, total, None, mode, trees, known
+            )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of a padded row."""

@@ -1,20 +1,9 @@
-"""What we rely on in SGLang 0.5.11: every name, with the parameters it must take.
-
-Checked when OUTRIDER is chosen. If SGLang changed, the server stops and says what changed: a
-guest that no longer knows the house stays outside. Another version gets a file of its own.
-"""
+"""What we rely on in SGLang 0.5.11: every name, with the parameters it must take."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
-from importlib import import_module
-from typing import Any
-
 VERSION = "0.5.11"
 
-_SRT = "sglang.srt."
 _BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
 
 HOOKS: dict[str, str] = {
@@ -91,7 +80,6 @@ CALLS: dict[str, str] = {
     ),
     "managers.tp_worker.TpModelWorker.get_memory_pool": "self",
     "managers.utils.get_alloc_len_per_decode": "server_args",
-    "mem_cache.common.alloc_for_decode": "batch token_per_req",
     "mem_cache.common.alloc_token_slots": "tree_cache num_tokens backup_state",
     "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": (
         "self layer loc cache_k cache_v k_scale v_scale layer_id_override"
@@ -181,7 +169,7 @@ ATTRIBUTES: dict[str, str] = {
     "managers.tp_worker.TpModelWorker": "model_config tokenizer world_group _model_runner",
     "model_executor.model_runner.ModelRunner": (
         "sampler req_to_token_pool is_hybrid_swa use_ngram_embedding page_size use_mla_backend "
-        "device model_config attn_backend graph_runner"
+        "device model_config attn_backend graph_runner token_to_kv_pool"
     ),
     "sampling.penaltylib.orchestrator._BatchedPenalizer": "_orchestrator_ref _is_prepared",
     "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator": "penalizers is_required",
@@ -215,98 +203,3 @@ ROCM_CALLS: dict[str, str] = {
     ),
 }
 """What those modules call and ROCm lacks: how many positional arguments, and which keywords."""
-
-
-def hook_target(name: str) -> str:
-    """Return the full name of something we hook."""
-    return _SRT + name
-
-
-def differences() -> list[str]:
-    """Return what this SGLang lacks or has otherwise than the contract says."""
-    found = []
-    for name, wanted in {**HOOKS, **CALLS}.items():
-        try:
-            actual = _parameters(_resolve(name))
-        except (ImportError, AttributeError) as error:
-            found.append(f"{name} is missing: {error}")
-            continue
-        if wanted != "*" and actual != wanted.split():
-            found.append(f"{name}({', '.join(actual)}) was ({', '.join(wanted.split())})")
-    for name, wanted in FIELDS.items():
-        try:
-            fields = _resolve(name).__dataclass_fields__
-        except (ImportError, AttributeError) as error:
-            found.append(f"{name} is missing: {error}")
-            continue
-        if missing := [field for field in wanted.split() if field not in fields]:
-            found.append(f"{name} lacks {', '.join(missing)}")
-    for name, wanted in ATTRIBUTES.items():
-        try:
-            source = inspect.getsource(_resolve(name))
-        except (ImportError, AttributeError, OSError) as error:
-            found.append(f"{name} is missing: {error}")
-            continue
-        if missing := [a for a in wanted.split() if not re.search(rf"self\.{a}\b", source)]:
-            found.append(f"{name} lacks {', '.join(missing)}")
-    return found
-
-
-def rocm_differences() -> list[str]:
-    """Return what the repair for ROCm would find otherwise than it knows it."""
-    found = []
-    for name, switches in ROCM_SWITCHES.items():
-        try:
-            tree = ast.parse(inspect.getsource(import_module(_SRT + name)))
-        except (ImportError, OSError) as error:
-            found.append(f"{name} is missing: {error}")
-            continue
-        for flag, (_, wanted) in switches.items():
-            if (asking := _functions_with(tree, flag)) != set(wanted.split()):
-                found.append(f"{name}: {flag} is looked at by {', '.join(sorted(asking))}")
-        for function, wanted in ROCM_CALLS.items():
-            calls = _calls(tree, function)
-            if not calls or any(call != wanted for call in calls):
-                found.append(f"{name}: {function} is called otherwise: {' | '.join(calls)}")
-    return found
-
-
-def _functions_with(tree: ast.AST, name: str) -> set[str]:
-    """Return the functions that look at a name of their module."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return {f.name for f in functions for n in ast.walk(f) if getattr(n, "id", None) == name}
-
-
-def _calls(tree: ast.AST, name: str) -> list[str]:
-    """Return how a function is called: the number of positional arguments, then the keywords."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [
-        " ".join([str(len(call.args)), *(str(keyword.arg) for keyword in call.keywords)])
-        for call in calls
-        if getattr(call.func, "id", None) == name
-    ]
-
-
-def _resolve(name: str) -> Any:
-    """Return the object of this name. A module that cannot be imported says why."""
-    parts = (_SRT + name).split(".")
-    for i, part in enumerate(parts):
-        if (
-            part.lstrip("_")[:1].isupper() or i == len(parts) - 1
-        ):  # a class, or a function of the module
-            target = import_module(".".join(parts[:i]))
-            break
-    for part in parts[i:]:
-        target = getattr(target, part)
-    return target
-
-
-def _parameters(target: Any) -> list[str]:
-    """Return the parameters' names; `**` stands for any others."""
-    # hooks wrap: `inspect.signature` follows `__wrapped__` to what the host wrote
-    kinds: dict[Any, str] = {
-        inspect.Parameter.VAR_POSITIONAL: "*",
-        inspect.Parameter.VAR_KEYWORD: "**",
-    }
-    function = inspect.unwrap(getattr(target, "__func__", target))
-    return [kinds.get(p.kind, p.name) for p in inspect.signature(function).parameters.values()]

@@ -15,14 +15,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from outrider.core import Request
+from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.ranks import Message, Ranks
 from outrider.hosts.sglang.rows import decode_rows
 
@@ -91,19 +88,20 @@ class SglangDraftModel:
         The prefix is what the radix cache has, or the chunks before. Where those were skipped the
         cache has a gap, and all from there on is to be read again.
         """
-        chunks = zip(batch.reqs, batch.extend_prefix_lens, batch.extend_seq_lens, strict=True)
-        for req, prefix, extended in chunks:
+        prefixes, counts = getattr(batch, host().prefix_lens), getattr(batch, host().extend_lens)
+        for req, prefix, extended in zip(batch.reqs, prefixes, counts, strict=True):
             before = self._sequences.get(req)
             known = prefix if before is None else min(prefix, before.length)
             length = known + extended if is_read and known == prefix else known
-            self._sequences[req] = DraftSequence(req.req_pool_idx, length)
+            self._sequences[req] = DraftSequence(host().cache_of(req).req_pool_idx, length)
 
     def open(self, request: Request) -> DraftSequence:
         """Return the request's sequence, with what is cached already."""
         req = request.req  # type: ignore[attr-defined]  # the worker's requests carry it
         sequence = self._sequences.get(req)
-        if sequence is None or sequence.req_pool_idx != req.req_pool_idx:
-            sequence = self._sequences[req] = DraftSequence(req.req_pool_idx, 0)
+        line = host().cache_of(req).req_pool_idx
+        if sequence is None or sequence.req_pool_idx != line:
+            sequence = self._sequences[req] = DraftSequence(line, 0)
         return sequence
 
     def extend(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> Tensor:
@@ -203,12 +201,10 @@ class SglangDraftModel:
             orig_seq_lens=seq_lens.to(torch.int32),
             out_cache_loc=self._slots(index[owners.to(index.device)], position),
             is_extend_in_batch=True,
-            all_extend_in_batch=True,
             extend_num_tokens=len(tokens),
-            extend_seq_lens=counts,
-            extend_prefix_lens=prefixes,
             extend_logprob_start_lens=None,
             multimodal_inputs=None,
+            **{host().prefix_lens: prefixes, host().extend_lens: counts},
         )
 
     def _slots(self, line: Tensor, position: Tensor) -> Tensor:
@@ -221,9 +217,7 @@ class SglangDraftModel:
         return self._forward(batch)
 
     def _forward(self, batch: Any) -> Tensor:
-        batch = dataclasses.replace(
-            batch, spec_info=None, return_logprob=False, capture_hidden_mode=CaptureHiddenMode.NULL
-        )
-        forward = ForwardBatch.init_new(batch, self._runner)
+        batch = dataclasses.replace(batch, spec_info=None, return_logprob=False)
+        forward = host().draft_batch(batch, self._runner)
         logits: Tensor = self._runner.forward(forward).logits_output.next_token_logits
         return logits

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from outrider.control import AdaptiveDrafter, TieredDrafter, adaptive_drafter
@@ -31,6 +30,7 @@ from outrider.drafters import (
 from outrider.drafters.compiled import IS_COMPILED
 from outrider.hosts.sglang.draft_model import SglangDraftModel
 from outrider.hosts.sglang.draft_weights import quantize
+from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
 from outrider.hosts.sglang.ranks import Message, Ranks
 from outrider.hosts.tokenizers import check_same_tokens
@@ -223,35 +223,29 @@ def _chosen(request: Any) -> str:
     return str(request.drafter)
 
 
-def make_draft_model(target_worker: Any, server_args: Any, max_rows: int, **ranks: Any) -> Any:
-    """Load the draft model into a worker of SGLang's, beside the target.
+def make_draft_worker(target_worker: Any, server_args: Any, **options: Any) -> Any:
+    """Load the draft model into a worker of SGLang's, beside the target; None if there is none.
 
     Stops the server unless it reads the target's tokens.
     """
+    if host().arguments(server_args).speculative_draft_model_path is None:
+        return None
     _check_tokenizers(target_worker, server_args)
-    server_args.context_length = target_worker.model_config.context_len
-    pool, allocator = target_worker.get_memory_pool()
-    worker = TpModelWorker(
-        server_args=server_args,
-        pp_rank=0,
-        is_draft_worker=True,
-        req_to_token_pool=pool,
-        token_to_kv_pool_allocator=allocator,
-        memory_pool_config=target_worker.model_runner.memory_pool_config,
-        **ranks,
-    )
+    worker = host().draft_worker(target_worker, server_args, **options)
     bits = load_profile().draft_bits
     if bits is not None:
         quantize(worker.model_runner.model, bits)
-    return SglangDraftModel(worker, max_rows, Ranks(target_worker.world_group))
+    return worker
 
 
 def _check_tokenizers(target_worker: Any, server_args: Any) -> None:
-    def load(path: str) -> Any:
-        return get_tokenizer(path, trust_remote_code=server_args.trust_remote_code)
+    args = host().arguments(server_args)
 
-    target = target_worker.tokenizer or load(server_args.tokenizer_path)
+    def load(path: str) -> Any:
+        return get_tokenizer(path, trust_remote_code=args.trust_remote_code)
+
+    target = target_worker.tokenizer or load(args.tokenizer_path)
     try:
-        check_same_tokens(target, load(server_args.speculative_draft_model_path))
+        check_same_tokens(target, load(args.speculative_draft_model_path))
     except Unsupported as error:
         raise SystemExit(f"outrider: {error}") from error

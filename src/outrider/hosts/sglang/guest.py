@@ -20,7 +20,7 @@ def register(name: str, known: str) -> None:
     """Hook the places where SGLang reads its arguments, to refuse ours. Nothing else is touched.
 
     name: the algorithm that is refused
-    known: the version of SGLang to install
+    known: the versions of SGLang to install
     """
     from sglang.srt import server_args
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

@@ -24,6 +24,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from outrider.hosts.sglang.host import host
+
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
@@ -59,19 +61,18 @@ def num_penalties(orchestrator: Any) -> int:
 def draft_cell_bytes(runner: Any) -> int:
     """Return what a token takes in the draft model's cache, on each device.
 
-    runner: the target's model runner, before its cache is made
+    runner: the target's model runner, or what stands for it while its cache is made
     """
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.layers.dp_attention import get_attention_tp_size
 
-    args = runner.server_args
+    args = host().arguments(runner.server_args)
     config = ModelConfig.from_server_args(
-        args,
+        runner.server_args,
         model_path=args.speculative_draft_model_path,
         model_revision=args.speculative_draft_model_revision,
         is_draft_model=True,
     )
-    heads = config.get_num_kv_heads(get_attention_tp_size())
+    heads = config.get_num_kv_heads(host().attention_tp_size())
     dims = config.head_dim + config.v_head_dim
     return int(config.num_hidden_layers * heads * dims * runner.kv_cache_dtype.itemsize)
 

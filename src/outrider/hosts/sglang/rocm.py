@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 
-from outrider.hosts.sglang import contract_0_5_11 as contract
+from outrider.hosts.sglang.contract import hook_target
+from outrider.hosts.sglang.contract_0_5_11 import ROCM_SWITCHES
 from outrider.kernels.renorm_prob import top_k_renorm_prob, top_p_renorm_prob
 from outrider.kernels.tree_sampling import tree_speculative_sampling_target_only
 
@@ -22,8 +23,8 @@ FUNCTIONS = (top_k_renorm_prob, top_p_renorm_prob, tree_speculative_sampling_tar
 
 def repair() -> None:
     """Let SGLang's verification sample, in this process."""
-    for name, switches in contract.ROCM_SWITCHES.items():
-        module = import_module(contract.hook_target(name))
+    for name, switches in ROCM_SWITCHES.items():
+        module = import_module(hook_target(name))
         for function in FUNCTIONS:
             if getattr(module, function.__name__, None) is None:
                 setattr(module, function.__name__, function)

@@ -11,8 +11,10 @@ import numpy as np
 
 from outrider.core import Bools, Ints, Request, SamplingParams
 from outrider.hosts.sglang.drafting import Drafters
+from outrider.hosts.sglang.grammars import can_roll_back
+from outrider.hosts.sglang.penalties import has_penalties
 from outrider.hosts.sglang.profile import ADAPTIVE, request_options
-from outrider.hosts.sglang.rows import can_roll_back, has_penalties, sampling_kind
+from outrider.hosts.sglang.sampling import sampling_kind
 
 
 @dataclass

@@ -46,6 +46,15 @@ REFUSED: tuple[tuple[str, str, Test], ...] = (
     ("--speculative-adaptive", "it tunes SGLang's EAGLE", lambda a: a.speculative_adaptive),
     ("--speculative-token-map", "it belongs to EAGLE", lambda a: a.speculative_token_map),
     ("--enable-multi-layer-eagle", "it belongs to EAGLE", lambda a: a.enable_multi_layer_eagle),
+    # SGLang 0.5.23 has these
+    ("--attn-dp-size", "use --dp-size", lambda a: getattr(a, "attn_dp_size", 1) > 1),
+    ("--dcp-size", "leave it out", lambda a: getattr(a, "dcp_size", 1) > 1),
+    ("--enable-watermark", "leave it out", lambda a: getattr(a, "enable_watermark", False)),
+    (
+        "--enable-unified-memory",
+        "leave it out",
+        lambda a: getattr(a, "enable_unified_memory", False),
+    ),
 )
 """What is refused at start-up: its name, what to do, and how to see it in SGLang's arguments."""
 
@@ -104,7 +113,7 @@ def apply(server_args: Any) -> None:
     if server_args.enable_mixed_chunk:
         server_args.enable_mixed_chunk = False
         logger.warning("mixed chunked prefill is off with speculation, as with SGLang's own")
-    overlap = "off (spec v1)" if server_args.disable_overlap_schedule else "on (spec v2)"
+    overlap = "off" if server_args.disable_overlap_schedule else "on"
     logger.info("K = %d; overlap scheduling is %s", steps, overlap)
 
 

@@ -1,23 +1,34 @@
-"""The loop, in the shape of SGLang's speculative workers of version 1 (no overlap).
+"""The loop under SGLang's overlap scheduler (spec v2): a step is launched before the last is known.
 
-The scheduler hands over its `ScheduleBatch`; the worker extends the requests, ends those that end,
-and leaves cache lengths and logprobs as plain decoding would have left them after as many steps.
+SGLang launches step t + 1, then takes in what step t emitted, then schedules step t + 2, all while
+the device works. So the worker changes no request: it reads what a step emitted once, where that is
+needed first, decides (`settle`), and tells the scheduler when it asks (`resolve`). Who needs it
+first?
+
+* A step that looks for drafts: it reads before its launch, and the device waits for what lies
+  between: decide, look, lay the rows out. Everything else is off its path.
+* A step without drafts after a step without drafts needs nothing: the device has each request's
+  last token, and the host knows the lengths. It is launched as bare SGLang launches its own. The
+  scheduler reads later, and what was emitted is learnt then.
+
+Slots are reserved ahead, two steps' worth for each request, as SGLang does for its own algorithms;
+rejected ones stay where they are, and the next step writes over them.
 """
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.utils.common import freeze_gc
-from torch import Tensor
 
 from outrider.core import (
     Bools,
@@ -25,7 +36,6 @@ from outrider.core import (
     FinishReason,
     Ints,
     Law,
-    Outcome,
     Outcomes,
     Proposal,
     match,
@@ -33,33 +43,33 @@ from outrider.core import (
 )
 from outrider.hosts.sglang.attention import OutriderAttention
 from outrider.hosts.sglang.calibration import calibrate
-from outrider.hosts.sglang.drafting import Drafters, make_draft_model
+from outrider.hosts.sglang.draft_model import SglangDraftModel
+from outrider.hosts.sglang.drafting import Drafters
 from outrider.hosts.sglang.explain import step_record
+from outrider.hosts.sglang.flights import (
+    Flight,
+    NextDraft,
+    Reading,
+    attach_hidden,
+    order_logprobs,
+    would_keep,
+)
+from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
+from outrider.hosts.sglang.penalties import Penalties
 from outrider.hosts.sglang.profile import USES_MODEL, load_profile
 from outrider.hosts.sglang.ranks import Ranks
 from outrider.hosts.sglang.roster import Columns, LiveRequest, Roster
 from outrider.hosts.sglang.row_limits import share_rows
-from outrider.hosts.sglang.rows import (
-    Block,
-    Company,
-    Penalties,
-    StepRows,
-    kind_groups,
-    read_slots,
-    sample,
-    sampling_kind,
-    to_device,
-    write_slots,
-)
+from outrider.hosts.sglang.rows import Company, StepRows, kind_groups, to_device
+from outrider.hosts.sglang.sampling import sample, sampling_kind
 from outrider.hosts.sglang.tracing import StepClock, Tracer
 from outrider.kernels.sample_match import DeviceCoins
 
-logger = logging.getLogger(__name__)
-
-_TOP_LOGPROBS = ("top_logprobs_val", "top_logprobs_idx")
-_ID_LOGPROBS = ("token_ids_logprobs_val", "token_ids_logprobs_idx")
+LOOK = 16
+"""Asleep, drafts are looked for in one step of 1 + B / LOOK: a look takes longer the larger the
+batch, and the host has to be done before the device is."""
 
 
 class _Accepted(int):
@@ -82,58 +92,63 @@ class _Accepted(int):
 
 
 class OutriderWorker:
-    """What SGLang's scheduler calls instead of the target's worker."""
+    """What SGLang's scheduler calls instead of the target's worker.
 
-    def __init__(
-        self,
-        server_args: Any,
-        gpu_id: int,
-        tp_rank: int,
-        dp_rank: int | None,
-        moe_ep_rank: int,
-        attn_cp_rank: int,
-        moe_dp_rank: int,
-        nccl_port: int,
-        target_worker: Any,
-    ) -> None:
+    Each version of SGLang has a class of its own for it, beside its contract.
+    """
+
+    def _load(self, target_worker: Any, server_args: Any) -> None:
+        """Begin with the target's weights loaded, and nothing else."""
         _check_model(target_worker)
         self.server_args = server_args
-        self.target_worker = target_worker
-        self.model_runner = target_worker.model_runner
+        self._target_worker = target_worker
         self.model_config = target_worker.model_config
         self._ranks = Ranks(target_worker.world_group)
-        runner = self.model_runner
+
+    @property
+    def target_worker(self) -> Any:
+        """SGLang's own worker, of the target."""
+        return self._target_worker
+
+    @property
+    def model_runner(self) -> Any:
+        """The target's."""
+        return self._target_worker.model_runner
+
+    def _begin(self, draft_worker: Any, tp_rank: int, dp_rank: int | None) -> None:
+        """Make the drafters: the caches and the attention backend are there now.
+
+        draft_worker: SGLang's worker of the draft model; None without one
+        """
+        args, runner = host().arguments(self.server_args), self.model_runner
         self._logits = self.model_config.vocab_size, self.model_config.dtype.itemsize
         self._max_rows = min(_max_rows(runner), max_rows(*self._logits))
         self._trees = isinstance(runner.attn_backend, OutriderAttention)
-        profile = load_profile()
-        model = None
-        if server_args.speculative_draft_model_path is not None:
-            model = make_draft_model(
-                target_worker,
-                server_args,
-                self._max_rows,
-                gpu_id=gpu_id,
-                tp_rank=tp_rank,
-                dp_rank=dp_rank,
-                moe_ep_rank=moe_ep_rank,
-                attn_cp_rank=attn_cp_rank,
-                moe_dp_rank=moe_dp_rank,
-                nccl_port=nccl_port,
-            )
+        profile, model = load_profile(), None
+        if draft_worker is not None:
+            model = SglangDraftModel(draft_worker, self._max_rows, self._ranks)
         names, default = profile.names(bool(model)), profile.default_drafter(bool(model))
-        vocab_size = self.model_config.vocab_size
-        self._drafters = Drafters.make(
-            profile, names, vocab_size, model, self._ranks, _graph_sizes(runner)
-        )
-        self._roster = Roster(self._drafters, names, default, server_args, profile.max_drafts)
+        vocab_size, graphs = self.model_config.vocab_size, host().graph_sizes(runner)
+        self._drafters = Drafters.make(profile, names, vocab_size, model, self._ranks, graphs)
+        self._roster = Roster(self._drafters, names, default, args, profile.max_drafts)
         self._penalties = Penalties()
         self._coins = DeviceCoins()
+        lines = len(runner.req_to_token_pool.req_to_token)
+        # each line's last token, written and read by the forward stream only
+        self._last_tokens = torch.zeros(lines, dtype=torch.int64, device=runner.device)
+        self._device = torch.get_device_module(runner.device)
+        self._main: Any = None  # the scheduler's own stream
+        self._flights: deque[Flight | Reading] = deque()
+        # of requests that were just read: how long they were, and their first token
+        self._first: dict[str, tuple[int, int, Any]] = {}
+        self._unlooked = 0  # steps since drafts were last looked for
+        # when the last step was read, and whether the next one waits for that
+        self._landed = self._read_at = 0.0
         self._step_ended: float | None = None
         self._later: Callable[[], None] | None = None
-        labels = {"model_name": server_args.served_model_name, "dp_rank": str(dp_rank or 0)}
+        labels = {"model_name": args.served_model_name, "dp_rank": str(dp_rank or 0)}
         self._metrics: Metrics | None = None
-        if server_args.enable_metrics and tp_rank == 0:
+        if args.enable_metrics and tp_rank == 0:
             control = self._drafters.control
             self._metrics = Metrics(labels, None if control is None else control.cost)
         self._tracer = Tracer(labels) if profile.tracing and tp_rank == 0 else None
@@ -142,11 +157,14 @@ class OutriderWorker:
 
     # -- what the scheduler calls
 
-    def forward_batch_generation(self, batch: Any) -> GenerationBatchResult:
-        """Run one step: a prefill batch as the host would, a decode batch with drafts."""
-        if batch.forward_mode.is_decode():
-            return self._decode(batch)
-        return self._prefill(batch)
+    def _step(self, batch: Any, plain: Any) -> GenerationBatchResult:
+        """Launch one step.
+
+        batch, plain: the scheduler's own batch, and the same as its workers take it
+        """
+        if plain.forward_mode.is_decode():
+            return self._launch(batch, plain)
+        return self._read_prompts(batch, plain)
 
     def clear_cache_pool(self) -> None:
         """Do nothing at a cache flush: SGLang flushes only when no request is running."""
@@ -157,17 +175,52 @@ class OutriderWorker:
 
     update_weights_from_ipc = update_weights_from_disk
 
+    def resolve(self, result: Any, batch: Any) -> list[list[int]]:
+        """Return what a step emitted for each request of its batch; the scheduler appends it.
+
+        batch: as it was launched
+        """
+        flight: Flight = result.next_draft_input.flight
+        self._main = self._device.current_stream()
+        while flight.outcomes is None:
+            self._settle_next()
+            self._meanwhile()
+        outcomes = flight.outcomes
+        told: list[list[int]] = [[] for _ in batch.reqs]
+        accepted = [0] * len(batch.reqs)
+        tokens, starts = outcomes.tokens.tolist(), outcomes.starts.tolist()
+        counts = outcomes.num_accepted_drafts.tolist()
+        for r, member in enumerate(flight.members.tolist()):
+            told[member], accepted[member] = tokens[starts[r] : starts[r + 1]], counts[r]
+        host().count_accepted(result, accepted)
+        self._tell(flight, batch)
+        if not self._flights:
+            self._roster.dismiss(self._roster.ended())
+        self._look_late()
+        return told
+
     # -- prefill
 
-    def _prefill(self, batch: Any) -> GenerationBatchResult:
+    def _read_prompts(self, batch: Any, plain: Any) -> GenerationBatchResult:
         self._step_ended = None
-        self._roster.dismiss([req.rid for req in batch.reqs])  # who was retracted begins anew
-        if batch.forward_mode.is_idle() or batch.is_prefill_only:
-            plain = batch.get_model_worker_batch()
-            result: GenerationBatchResult = self.target_worker.forward_batch_generation(plain)
-            return result
-        self._penalties.renew(batch)
-        return self._run_prefill(batch.get_model_worker_batch())
+        self._roster.dismiss([req.rid for req in plain.reqs])  # who was retracted begins anew
+        while self._flights and isinstance(first := self._flights[0], Reading):
+            if not all(req.finished() for req in first.reqs):
+                break
+            self._flights.popleft()  # ended by its first token: no step will ask for it
+        if plain.forward_mode.is_idle() or plain.is_prefill_only:
+            result = self.target_worker.forward_batch_generation(plain)
+        else:
+            self._penalties.renew(batch)
+            if batch.sampling_info.penalizer_orchestrator.is_required:
+                info = batch.sampling_info.copy_for_forward()
+                plain = dataclasses.replace(plain, sampling_info=info)
+            result = self._run_prefill(plain)
+            self._last_tokens[plain.req_pool_indices] = result.next_token_ids
+            lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in plain.reqs]
+            self._flights.append(Reading(plain.reqs[:], lengths, result))
+        result.next_draft_input = NextDraft(plain.seq_lens, plain.seq_lens_cpu)
+        return result
 
     def _run_prefill(self, plain: Any) -> GenerationBatchResult:
         """Read prompts, and sample the first token of each."""
@@ -195,61 +248,265 @@ class OutriderWorker:
             return
         self._drafters.prefill(plain)
 
-    # -- decode: the four verbs
+    # -- decode: the same four verbs, but what is settled is the step before
 
-    def _decode(self, batch: Any) -> GenerationBatchResult:
+    def _launch(self, batch: Any, plain: Any) -> GenerationBatchResult:
+        draft = plain.spec_info
+        if self._needs_nothing(batch, draft):
+            return self._launch_plain(batch, plain, StepClock(None))
+        self._read_at, self._main = 0.0, draft.main
+        while self._flights:
+            self._settle_next()
+            self._read_at = self._landed
         clock = StepClock(self._step_ended)
-        clock.lap("scheduler")
-        requests = self._roster.call(batch.reqs)
+        company, requests = self._gather(batch, draft)
+        plain.seq_lens_cpu, plain.seq_lens_sum = batch.seq_lens_cpu, int(company.lens.sum())
         self._penalties.catch_up(batch, requests)
         if self._drafters.wants_calibration:
-            self._calibrate(batch, batch.get_model_worker_batch())
+            calibrate(batch, plain, self.target_worker, self._drafters, self._max_rows)
             clock.last = time.perf_counter()
+            self._read_at = 0.0
         clock.lap("host")
-        proposal, reserved = self._propose(batch, requests)
+        columns = self._roster.columns
+        proposal: Proposal[Law] = Proposal.empty(len(company.requests))
+        if columns.may_draft and company.requests[0].finish_reason is None:
+            budget = self._budget(batch, company.requests, company.members)
+            proposal = self._drafters.propose(plain, company.requests, budget)
         self._charge_draft(clock)
-        kinds = self._roster.columns.kinds
-        block: Block | None = None
-        if reserved is not None or proposal.num_rows > len(requests):
-            members, lens = np.arange(len(requests)), batch.seq_lens_cpu.numpy()
-            rows = StepRows.of(
-                batch,
-                batch.get_model_worker_batch(),
-                Company(requests, members, lens, kinds),
-                proposal,
-                write_slots if reserved is None else read_slots,
-            )
-            block = reserved or Block(rows.forward.out_cache_loc, proposal.root_rows)
-        else:
-            rows = StepRows.plain(batch, kinds)
-        clock.lap("host")
+        is_whole = len(company.requests) == len(requests)
+        is_plain = is_whole and proposal.num_rows == len(requests)
+        if is_plain and draft.is_current and not columns.needs_text:
+            return self._launch_plain(batch, plain, clock)
+        rows = StepRows.of(batch, plain, company, proposal)
+        flight = Flight(company.requests, company.members, columns, proposal, clock)
+        lens = rows.forward if is_plain else plain
+        draft = NextDraft(lens.seq_lens, lens.seq_lens_cpu, is_plain, self._record(), flight)
+        return self._run(flight, rows, draft)
 
-        # between the launch and the read of what it emits, the device works
-        forward = rows.forward
+    def _gather(self, batch: Any, draft: NextDraft) -> tuple[Company, Sequence[LiveRequest]]:
+        """Return who has rows in the next step, and all requests of the batch.
+
+        Nothing is in flight. Who has ended has no row: the scheduler does not know it yet. (If
+        everyone has, all have one, and nobody sees what becomes of it.)
+        """
+        requests = self._roster.call(batch.reqs, self._first)
+        for request in requests if self._first else ():
+            length, token, _ = self._first.pop(request.req.rid, (-1, -1, None))
+            if request.length == length:
+                request.output.append(token)
+        lens = np.array([request.length for request in requests]) - 1
+        known = batch.seq_lens_cpu.numpy()
+        assert not draft.is_current or (known == lens).all(), "host and device differ in lengths"
+        batch.seq_lens_cpu = torch.from_numpy(lens).to(batch.seq_lens_cpu.dtype)
+        members, kinds = np.arange(len(requests)), self._roster.columns.kinds
+        alive = [r for r, request in enumerate(requests) if request.finish_reason is None]
+        if not alive or len(alive) == len(requests):
+            return Company(requests, members, lens, kinds), requests
+        some = [requests[r] for r in alive]
+        return Company(some, members[alive], lens[alive], [kinds[r] for r in alive]), requests
+
+    def _needs_nothing(self, batch: Any, draft: NextDraft) -> bool:
+        """Say whether a step can be launched without knowing what the last one emitted."""
+        if not draft.is_current or self._drafters.wants_calibration:
+            return False
+        if self._roster.newcomers(batch.reqs):
+            return False
+        self._roster.call(batch.reqs)
+        columns = self._roster.columns
+        if columns.needs_text or columns.explain:
+            return False
+        return not columns.may_draft or (columns.adaptive and self._is_asleep())
+
+    def _launch_plain(self, batch: Any, plain: Any, clock: StepClock) -> GenerationBatchResult:
+        """Launch one token for each request: the device has all that it takes."""
+        requests, lens = self._roster.call(plain.reqs), plain.seq_lens
+        new, new_cpu = lens + 1, plain.seq_lens_cpu + 1
+        table = batch.req_to_token_pool.req_to_token
+        forward = dataclasses.replace(
+            plain,
+            input_ids=self._last_tokens[plain.req_pool_indices],
+            seq_lens=new,
+            seq_lens_cpu=new_cpu,
+            seq_lens_sum=int(new_cpu.sum()),
+            orig_seq_lens=new.to(plain.orig_seq_lens.dtype),
+            out_cache_loc=table[plain.req_pool_indices, lens].to(torch.int64),
+            spec_info=None,
+        )
+        done, columns = self._record(), self._roster.columns
+        rows = StepRows(forward, kind_groups(columns.kinds, batch.device))
+        nothing: Proposal[Law] = Proposal.empty(len(requests))
+        flight = Flight(requests, np.arange(len(requests)), columns, nothing, clock)
+        return self._run(flight, rows, NextDraft(new, new_cpu, True, done, flight))
+
+    def _run(self, flight: Flight, rows: StepRows, draft: NextDraft) -> GenerationBatchResult:
+        """Launch a step's pass. What could wait is done while the device works."""
+        forward, control = rows.forward, self._drafters.control
+        flight.clock.lap("host")
+        if control is not None and self._read_at:
+            # it looked for drafts: the device waited from the read to this launch
+            control.waited(
+                time.perf_counter() - self._read_at - flight.clock.parts["draft_forward"]
+            )
+            self._read_at = 0.0
+        grammars = forward.sampling_info.grammars
         result = self.target_worker.forward_batch_generation(forward, is_verify=True)
+        forward.sampling_info.grammars = grammars  # a host may have put each request's own there
         output, at = result.logits_output, forward.seq_lens - 1
         sampled = sample(self.model_runner, output, forward, at, rows.groups)
-        self._meanwhile()
-        emitted = self._ranks.of_rank_0(sampled).cpu()
-        clock.lap("forward")
-
-        outcomes = settle(requests, proposal, match(emitted, proposal), self._keep)
-        clock.lap("verify")
-        next_tokens = sampled
-        if block is not None:
-            next_tokens = self._commit(batch, block, outcomes)
-        _count_tokens(batch.reqs, outcomes)
-        self._attach(requests, outcomes, proposal, output)
-        self._finish_step(batch.reqs, outcomes, proposal, clock)
-        accepted = outcomes.num_accepted_drafts
-        return GenerationBatchResult(
+        emitted = self._ranks.of_rank_0(sampled)
+        if draft.is_current:
+            self._last_tokens[forward.req_pool_indices] = emitted
+        flight.result = GenerationBatchResult(
             logits_output=output,
-            next_token_ids=next_tokens,
-            num_accepted_drafts=int(accepted.sum()),
-            num_accepted_drafts_per_req_cpu=accepted.tolist(),
+            next_token_ids=emitted,
             can_run_cuda_graph=result.can_run_cuda_graph,
-            accept_lens=torch.from_numpy(accepted),
+            next_draft_input=draft,
         )
+        self._flights.append(flight)
+        self._meanwhile()
+        return flight.result
+
+    def _record(self) -> Any:
+        """Return an event at this point of the stream."""
+        event = self._device.Event()
+        event.record()
+        return event
+
+    # -- what a step has emitted
+
+    def _settle_next(self) -> None:
+        """Read what the oldest step in flight emitted, decide, and tell the drafters."""
+        flight = self._flights.popleft()
+        if isinstance(flight, Reading):
+            flight.result.copy_done.synchronize()
+            self._landed = time.perf_counter()
+            tokens = flight.result.next_token_ids.tolist()
+            self._first = {rid: f for rid, f in self._first.items() if not f[2].finished()}
+            for req, length, token in zip(flight.reqs, flight.lengths, tokens, strict=True):
+                self._first[req.rid] = length, token, req
+            return
+        flight.drop_ended()
+        if not flight.requests:
+            flight.outcomes = Outcomes.of(())
+            return
+        clock = flight.clock
+        if self._step_ended is not None:
+            clock.begin(self._step_ended)
+        clock.lap("scheduler")
+        emitted = flight.emitted()
+        clock.lap("forward")
+        self._landed = clock.last
+        requests, proposal = flight.requests, flight.proposal
+        for request in requests:
+            if len(request.output) < len(request.req.output_ids):  # its first token
+                request.output = list(request.req.output_ids)
+        keep = partial(self._kept, flight)
+        flight.outcomes = outcomes = settle(requests, proposal, match(emitted, proposal), keep)
+        clock.lap("verify")
+        self._order_slots(flight)
+        if self._metrics is not None or self._tracer is not None or flight.columns.explain:
+            flight.drafters = self._drafters.who(requests, proposal)
+        if flight.columns.may_draft:
+            self._drafters.router.observe(outcomes)
+        outcomes.apply()
+        clock.lap("host")
+        self._step_ended = clock.last
+        if self._later is not None:
+            self._later()
+        self._later = partial(self._count, clock, outcomes, proposal, list(flight.drafters))
+
+    def _kept(
+        self, flight: Flight, requests: Sequence[LiveRequest], tokens: Ints, counts: Ints
+    ) -> tuple[Ints, Sequence[FinishReason | None]]:
+        """Return how many tokens the host will append, and why it will end a request there.
+
+        Where something may end one, a copy of it is asked, token by token.
+        """
+        kept, ids, ends = counts.copy(), tokens.tolist(), counts.cumsum().tolist()
+        reasons: list[FinishReason | None] = [None] * len(requests)
+        may_end = self._may_end(flight.columns, flight.members, requests, ids, counts)
+        for r in np.flatnonzero(may_end).tolist():
+            mine = ids[ends[r] - counts[r] : ends[r]]
+            kept[r], reasons[r] = would_keep(requests[r].req, mine)
+        return kept, reasons
+
+    def _order_slots(self, flight: Flight) -> None:
+        """Put a tree's path into the order of its tokens: in the table, nothing is copied.
+
+        What is not on the path goes behind it. Who has left the batch has no line any more.
+        """
+        if flight.proposal.is_chain:
+            return
+        outcomes, sizes = flight.outcomes, flight.proposal.num_drafts + 1
+        assert outcomes is not None
+        lines, bases, sources, places = [], [], [], []
+        for r, request in enumerate(flight.requests):
+            path = outcomes.rows[outcomes.starts[r] : outcomes.starts[r + 1]]
+            gone = request.req.finished() or request.req.is_retracted
+            if gone or (path == np.arange(len(path))).all():
+                continue
+            rest = np.setdiff1d(np.arange(sizes[r]), path)
+            sources.append(np.concatenate([path, rest]))
+            places.append(np.arange(sizes[r]))
+            lines.append(np.full(sizes[r], host().cache_of(request.req).req_pool_idx))
+            bases.append(np.full(sizes[r], request.length - 1))
+        if not lines:
+            return
+        base = np.concatenate(bases)
+        told = np.stack(
+            [np.concatenate(lines), base + np.concatenate(sources), base + np.concatenate(places)]
+        )
+        is_cpu = torch.device(self.model_runner.device).type == "cpu"
+        # the scheduler's own stream reads the table next, when a request ends
+        with nullcontext() if is_cpu else self._device.stream(self._main):
+            line, source, place = to_device(told, self.model_runner.device)
+            table = self.model_runner.req_to_token_pool
+            table.write((line, place), table.req_to_token[line, source])
+        if not is_cpu:
+            self._device.current_stream().wait_stream(self._main)
+
+    def _tell(self, flight: Flight, batch: Any) -> None:
+        """Tell the host's requests what was accepted; give them logprobs and hidden states."""
+        outcomes, output = flight.outcomes, flight.result.logits_output
+        assert outcomes is not None
+        reqs = [request.req for request in flight.requests]
+        gone = [req.finished() or req.is_retracted for req in reqs]
+        for r, (req, left) in enumerate(zip(reqs, gone, strict=True)):
+            if not left:
+                emitted = int(outcomes.num_tokens[r])
+                host().cache_of(req).kv_committed_len += emitted - host().claims_ahead
+                drafts, accepted = outcomes.num_drafts[r], outcomes.num_accepted_drafts[r]
+                _count_step(req, int(drafts), int(accepted))
+        if flight.columns.explain:
+            self._explain(outcomes, flight.proposal, flight.drafters)
+        if flight.columns.wants_output:
+            attach_hidden(flight, output, gone)
+            if batch.return_logprob:
+                order_logprobs(flight, output, len(batch.reqs))
+        output.hidden_states = None  # the host would add one row of them again
+
+    # -- asleep: control looks for drafts while the device works, and launches do not wait for it
+
+    def _is_asleep(self) -> bool:
+        control = self._drafters.control
+        return control is not None and self._ranks.alone and control.is_asleep
+
+    def _look_late(self) -> None:
+        """Look for the drafts that the step in flight goes without, and learn their worth."""
+        if not self._is_asleep() or not self._flights:
+            return
+        flight = self._flights[-1]
+        if not isinstance(flight, Flight) or flight.proposal.num_rows > len(flight.requests):
+            return
+        flight.drop_ended()
+        if len(self._flights) > 1 or not flight.requests or not flight.columns.may_draft:
+            return
+        self._unlooked += 1
+        if self._unlooked * LOOK <= len(flight.requests):
+            return
+        self._unlooked = 0
+        budget, _ = self._share(flight.columns, flight.requests, flight.members)
+        self._drafters.look(flight.requests, budget)
 
     def _meanwhile(self) -> None:
         """Do what could wait, while the device works: learn, count, trace."""
@@ -298,47 +555,6 @@ class OutriderWorker:
         drafts, cut = share_rows(wanted, limit)
         return Budget(drafts, "match", self._coins, trees=self._trees), cut
 
-    def _propose(
-        self, batch: Any, requests: Sequence[LiveRequest]
-    ) -> tuple[Proposal[Law], Block | None]:
-        """Ask the drafters. With tensor parallelism, what rank 0 was told holds for all.
-
-        Also returns the slots that a draft model fills, if there is one.
-        """
-        if not self._roster.columns.may_draft:
-            return Proposal.empty(len(requests)), None
-        budget = self._budget(batch, requests)
-        if self._drafters.model is None:
-            return self._drafters.propose(None, requests, budget), None
-        reserved = Block.reserve(batch, budget.max_drafts)
-        plain = batch.get_model_worker_batch()
-        return self._drafters.propose(plain, requests, budget), reserved
-
-    def _calibrate(self, batch: Any, plain: Any) -> None:
-        """Time passes of several sizes, so that control need not begin by guessing."""
-        calibrate(batch, plain, self.target_worker, self._drafters, self._max_rows)
-
-    def _keep(
-        self, requests: Sequence[LiveRequest], tokens: Ints, counts: Ints
-    ) -> tuple[Ints, Sequence[FinishReason | None]]:
-        """Emit the tokens as plain decoding does, until the host ends a request.
-
-        Nearly always nothing ends: then they are appended, all at once. The host is asked, token by
-        token, where something may.
-        """
-        kept, ids, members = counts.copy(), tokens.tolist(), np.arange(len(requests))
-        may_end = self._may_end(self._roster.columns, members, requests, ids, counts).tolist()
-        reasons: list[FinishReason | None] = [None] * len(requests)
-        start = 0
-        for r, end in enumerate(counts.cumsum().tolist()):
-            req, mine = requests[r].req, ids[start:end]
-            start = end
-            if may_end[r] or req.to_finish is not None:
-                kept[r], reasons[r] = self._emit_all(req, mine)
-            else:
-                req.output_ids += mine
-        return kept, reasons
-
     def _may_end(
         self,
         columns: Columns,
@@ -357,103 +573,6 @@ class OutriderWorker:
         lengths = np.array([len(request.output) for request in requests]) + counts
         found: Bools = columns.careful[members] | (lengths >= columns.max_tokens[members])
         return found
-
-    def _emit_all(self, req: Any, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Emit tokens one by one until the host ends the request. Say how many, and why."""
-        kept = 0
-        for token in tokens:
-            kept += 1
-            if not self._emit(req, token):
-                break
-        if not req.finished():
-            return kept, None
-        length = isinstance(req.finished_reason, FINISH_LENGTH)
-        return kept, FinishReason.LENGTH if length else FinishReason.STOP
-
-    def _emit(self, req: Any, token: int) -> bool:
-        """Append a token, in the order of the host's own decode. Say whether more may follow."""
-        req.output_ids.append(token)
-        think_end = self.model_config.think_end_id
-        if req.require_reasoning and think_end is not None:
-            req.update_reasoning_tokens(token, think_end)
-        req.check_finished()
-        if req.grammar is not None:
-            try:
-                req.grammar.accept_token(token)
-            except ValueError as error:
-                logger.error("grammar of request %s: %s", req.rid, error)
-                req.to_finish = FINISH_ABORT()
-                return False
-        return not req.finished()
-
-    def _commit(self, batch: Any, block: Block, outcomes: Outcomes) -> Any:
-        """Keep the cache entries of the rows that were kept, and free the others' slots.
-
-        Returns each request's last token. All that the device is told goes in one copy.
-        """
-        counts, last = outcomes.num_tokens, outcomes.tokens[outcomes.starts[1:] - 1]
-        kept, rejected = block.split(outcomes)
-        told = to_device(np.concatenate([counts, last, kept, rejected]), batch.device)
-        sizes = [len(part) for part in (counts, last, kept, rejected)]
-        new, last_tokens, kept_index, rejected_index = torch.split(told, sizes)
-        kept_slots = block.slots[kept_index]
-        self._straighten(batch, kept_slots, outcomes)
-        if len(rejected):
-            batch.token_to_kv_pool_allocator.free(block.slots[rejected_index])
-        batch.out_cache_loc = kept_slots
-        batch.seq_lens.add_(new.to(batch.seq_lens.dtype))
-        batch.orig_seq_lens.add_(new.to(batch.orig_seq_lens.dtype))
-        batch.seq_lens_cpu.add_(torch.from_numpy(counts).to(batch.seq_lens_cpu.dtype))
-        batch.seq_lens_sum += len(outcomes.tokens)
-        return last_tokens
-
-    def _straighten(self, batch: Any, kept: Tensor, outcomes: Outcomes) -> None:
-        """Put the slots of a tree's path into the table in its order. Nothing is copied."""
-        places = np.arange(len(outcomes.tokens)) - outcomes.starts[outcomes.owners]
-        moved = outcomes.rows != places
-        if not moved.any():
-            return
-        positions = batch.seq_lens_cpu.numpy()[outcomes.owners] + places
-        told = np.stack([outcomes.owners[moved], positions[moved], np.flatnonzero(moved)])
-        owner, position, place = to_device(told, batch.device)
-        table = batch.req_to_token_pool
-        table.write((batch.req_pool_indices[owner], position), kept[place].to(torch.int32))
-
-    def _attach(
-        self,
-        requests: Sequence[LiveRequest],
-        outcomes: Outcomes,
-        proposal: Proposal[Law],
-        output: Any,
-    ) -> None:
-        """Give requests the logprobs and hidden states of the rows that were kept."""
-        if self._roster.columns.wants_output:
-            wanted = any(r.req.return_logprob for r in requests)
-            logprobs = output.next_token_logprobs.tolist() if wanted else []
-            roots = proposal.root_rows.tolist()
-            for root, request, outcome in zip(roots, requests, outcomes, strict=True):
-                rows = [root + row for row in outcome.rows]
-                _attach_rows(request.req, outcome, output, rows, logprobs)
-        output.hidden_states = None  # the host would add one row of them again
-
-    def _finish_step(
-        self, reqs: Sequence[Any], outcomes: Outcomes, proposal: Proposal[Law], clock: StepClock
-    ) -> None:
-        """Tell the drafters; extend the requests; forget those that ended. Count it later."""
-        drafters: list[str] = []
-        if self._metrics is not None or self._tracer is not None or self._roster.columns.explain:
-            drafters = self._drafters.who(outcomes.requests, proposal)
-        if self._roster.columns.may_draft:
-            self._drafters.router.observe(outcomes)
-        outcomes.apply()
-        self._explain(outcomes, proposal, drafters)
-        ended = [req.rid for req in reqs if req.finished_reason is not None]
-        self._roster.dismiss(ended)
-        clock.lap("host")
-        self._step_ended = clock.last if self._roster else None
-        self._later = partial(self._count, clock, outcomes, proposal, drafters)
-        if not self._roster:
-            self._meanwhile()  # there may be no next step
 
     def _count(
         self, clock: StepClock, outcomes: Outcomes, proposal: Proposal[Law], drafters: list[str]
@@ -480,62 +599,23 @@ class OutriderWorker:
                 req.outrider_steps = getattr(req, "outrider_steps", [])
                 req.outrider_steps.append(step_record(outcome, draft, name))
                 if outcome.finish_reason is not None or req.finished():
-                    counted = req.spec_accepted_drafts
-                    if not isinstance(counted, _Accepted):
-                        counted = req.spec_accepted_drafts = _Accepted(counted)
-                    counted.steps = req.outrider_steps
+                    _accepted(req).steps = req.outrider_steps
 
 
-def _count_tokens(reqs: Sequence[Any], outcomes: Outcomes) -> None:
-    """Tell the host's requests how much of them is cached now, and what was accepted."""
-    numbers = zip(
-        reqs,
-        outcomes.num_tokens.tolist(),
-        outcomes.num_drafts.tolist(),
-        outcomes.num_accepted_drafts.tolist(),
-        strict=True,
-    )
-    for req, tokens, drafts, accepted in numbers:
-        req.kv_committed_len += tokens
-        req.kv_allocated_len = req.kv_committed_len
-        req.decode_batch_idx += 1
-        count_accepted(req, drafts, accepted)
+def _accepted(req: Any) -> _Accepted:
+    """Return the host's count of a request's accepted drafts, as one of ours."""
+    counted = getattr(req, host().accepted)
+    if not isinstance(counted, _Accepted):
+        counted = _Accepted(counted)
+        setattr(req, host().accepted, counted)
+    return counted
 
 
-def count_accepted(req: Any, drafts: int, accepted: int) -> None:
+def _count_step(req: Any, drafts: int, accepted: int) -> None:
     """Tell a request of the host's that it had a step, with so many drafts."""
-    req.spec_verify_ct += 1
-    req.update_spec_acceptance_histogram(accepted)
+    host().count_step(req, accepted)
     if drafts:
-        so_far = req.spec_accepted_drafts
-        if not isinstance(so_far, _Accepted):
-            so_far = _Accepted(so_far)
-        req.spec_accepted_drafts = so_far.plus(accepted, drafts)
-
-
-def _attach_rows(
-    req: Any, outcome: Outcome, output: Any, rows: list[int], logprobs: Sequence[float]
-) -> None:
-    """Give a request the logprobs and hidden states of these rows.
-
-    logprobs: of every row's token
-    """
-    if req.return_logprob:
-        req.output_token_logprobs_val += [logprobs[row] for row in rows]
-        req.output_token_logprobs_idx += outcome.tokens
-        for name in _TOP_LOGPROBS if req.top_logprobs_num > 0 else ():
-            _append(req, f"output_{name}", output, f"next_token_{name}", rows)
-        for name in _ID_LOGPROBS if req.token_ids_logprob is not None else ():
-            _append(req, f"output_{name}", output, f"next_token_{name}", rows)
-    if req.return_hidden_states and output.hidden_states is not None:
-        req.hidden_states += output.hidden_states[rows].cpu().tolist()
-
-
-def _append(req: Any, to: str, output: Any, source: str, rows: Sequence[int]) -> None:
-    """Append what the sampler attached to these rows, tensors as lists."""
-    values = getattr(output, source)
-    new = [values[row] for row in rows]
-    getattr(req, to).extend(v.tolist() if isinstance(v, Tensor) else v for v in new)
+        setattr(req, host().accepted, _accepted(req).plus(accepted, drafts))
 
 
 def _max_rows(runner: Any) -> int:
@@ -543,15 +623,10 @@ def _max_rows(runner: Any) -> int:
 
     SGLang's GPU backends make room for as many decode requests as may run at once.
     """
-    if runner.server_args.attention_backend in ("outrider", "torch_native"):
+    backend = host().arguments(runner.server_args).attention_backend
+    if backend in ("outrider", "torch_native"):
         return 1 << 30
     return int(runner.req_to_token_pool.size)
-
-
-def _graph_sizes(runner: Any) -> tuple[int, ...]:
-    """Return the numbers of rows for which the host has captured graphs, if it has."""
-    graphs = getattr(runner, "graph_runner", None)
-    return tuple(getattr(graphs, "capture_bs", ()))
 
 
 def _check_model(target_worker: Any) -> None:
@@ -559,10 +634,10 @@ def _check_model(target_worker: Any) -> None:
     runner, config = target_worker.model_runner, target_worker.model_config
     kinds = {
         "sliding-window layers with a cache of their own": runner.is_hybrid_swa,
-        "state-space layers": runner.mambaish_config is not None,
+        "state-space layers": getattr(runner, "mambaish_config", None) is not None,
         "an encoder": config.is_encoder_decoder,
         "multimodal input": config.is_multimodal,
-        "n-gram embeddings": runner.use_ngram_embedding,
+        "n-gram embeddings": getattr(runner, "use_ngram_embedding", False),
         "a page size above 1": runner.page_size != 1,
     }
     for what, is_so in kinds.items():

@@ -1,4 +1,4 @@
-"""The paced device as a plugin of SGLang 0.5.11.
+"""The paced device as a plugin of SGLang.
 
 $OUTRIDER_PACED switches it on: the name of a cost profile, or a JSON file with
 
@@ -101,7 +101,9 @@ def _free(original: Any, self: Any, free_index: torch.Tensor) -> None:
     On a GPU that copy is the device's work. Here it would be the host's: 2 MB a step at 256
     requests, 64 MB at contexts of 32k.
     """
-    if self.need_sort or not self.is_not_in_free_group or not free_index.numel():
+    is_grouped = getattr(self, "free_group", None)  # of 0.5.11: a list, and a flag beside it
+    is_grouped = is_grouped is not None and not getattr(self, "is_not_in_free_group", False)
+    if self.need_sort or is_grouped or not free_index.numel():
         return original(self, free_index)
     free, ring = self.free_pages, getattr(self, "paced_ring", None)
     end, new = free.storage_offset() + len(free), len(free_index)

@@ -246,7 +246,7 @@ def register(file: Path) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        runner = kwargs["target_worker"].model_runner
+        runner = self.model_runner
         was, runner.device = runner.device, str(DEVICE)
         try:
             with Recorder(is_outrider):
@@ -265,8 +265,8 @@ def register(file: Path) -> None:
         finally:
             batch.device = was
 
-    def step(original: Any, self: Any, given: Any) -> Any:
-        batch, noted = getattr(given, "outrider_batch", given), None
+    def step(original: Any, self: Any, batch: Any, given: Any) -> Any:
+        noted = None
         if batch.forward_mode.is_decode():
             noted = Step(requests=len(batch.reqs))
             noted.copies, prepared.copies = prepared.copies, []
@@ -277,7 +277,7 @@ def register(file: Path) -> None:
         runner_was, runner.device = runner.device, str(DEVICE)
         try:
             with Recorder(is_outrider, noted):
-                return original(self, given)
+                return original(self, batch, given)
         finally:
             batch.device, runner.device = was, runner_was
             if noted is not None:
@@ -286,10 +286,9 @@ def register(file: Path) -> None:
 
     ours = "outrider.hosts.sglang"
     hooks = {
-        f"{ours}.worker.OutriderWorker.__init__": init,
-        f"{ours}.worker.OutriderWorker.forward_batch_generation": step,
-        f"{ours}.overlap.OverlapWorker.forward_batch_generation": step,
-        f"{ours}.overlap.NextDraft.prepare_for_decode": prepare,
+        f"{ours}.worker.OutriderWorker._begin": init,
+        f"{ours}.worker.OutriderWorker._step": step,
+        f"{ours}.flights.NextDraft.prepare_for_decode": prepare,
     }
     for name, hook in hooks.items():
         HookRegistry.register(name, hook, HookType.AROUND)

@@ -213,8 +213,8 @@ def register_rules():
         return original(y, proposal)
 
     for target, hook in (
-        ("overlap.OverlapWorker._run", run),
-        ("overlap.sample", sample),
-        ("overlap.match", match),
+        ("worker.OutriderWorker._run", run),
+        ("worker.sample", sample),
+        ("worker.match", match),
     ):
         HookRegistry.register(f"outrider.hosts.sglang.{target}", hook, HookType.AROUND)

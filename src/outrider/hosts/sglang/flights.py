@@ -1,0 +1,216 @@
+"""Steps that were launched, and what a batch carries from one to the next."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from torch import Tensor
+
+from outrider.core import FinishReason, Ints, Law, Outcomes, Proposal
+from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.roster import Columns, LiveRequest
+from outrider.hosts.sglang.rows import to_device, write_slots
+from outrider.hosts.sglang.tracing import StepClock
+
+
+@dataclass(eq=False)
+class Flight:
+    """A decode step that was launched.
+
+    requests: those that have rows in it
+    members: [R] their places in the batch
+    columns: of the whole batch
+    proposal: their drafts
+    rows: [N] which of the result's rows are theirs; None for all
+    result: what SGLang was told
+    clock: of this step
+    outcomes: what it did, once that is known
+    drafters: who drafted for each request, if somebody asks
+    """
+
+    requests: Sequence[LiveRequest]
+    members: Ints
+    columns: Columns
+    proposal: Proposal[Law]
+    clock: StepClock
+    rows: Ints | None = None
+    result: Any = None
+    outcomes: Outcomes | None = None
+    drafters: Sequence[str] = ()
+
+    def drop_ended(self) -> None:
+        """Take out who ended before this step: what it emits for them is seen by nobody."""
+        alive = [r for r, q in enumerate(self.requests) if q.finish_reason is None]
+        if len(alive) == len(self.requests):
+            return
+        assert self.proposal.num_rows == len(self.requests), "who has ended is given no drafts"
+        self.rows = np.array(alive, np.int64) if self.rows is None else self.rows[alive]
+        self.requests = [self.requests[r] for r in alive]
+        self.members, self.proposal = self.members[alive], Proposal.empty(len(alive))
+
+    def emitted(self) -> Tensor:
+        """Return what the target emits after each row. Waits for the step."""
+        self.result.copy_done.synchronize()
+        tokens: Tensor = self.result.next_token_ids.cpu()
+        return tokens if self.rows is None else tokens[torch.from_numpy(self.rows)]
+
+    def kept_rows(self) -> Ints:
+        """Return which of the result's rows were kept, [T] in the order of the outcomes' tokens."""
+        assert self.outcomes is not None
+        rows = self.proposal.root_rows[self.outcomes.owners] + self.outcomes.rows
+        return rows if self.rows is None else self.rows[rows]
+
+
+@dataclass(eq=False)
+class Reading:
+    """A prefill that was launched. lengths: of its requests, before the token that it emits"""
+
+    reqs: Sequence[Any]
+    lengths: Sequence[int]
+    result: Any
+
+
+class NextDraft(SpecInput):
+    """What a batch of SGLang's carries from one step to the next.
+
+    new_seq_lens, lens_cpu: [B] what is cached after the step, if it had no drafts
+    is_current: whether the device knows each request's length and last token: after a step with
+        drafts only the host will
+    verify_done: when `new_seq_lens` can be read
+    flight: the step
+    future_indices: set by the scheduler; the values are in buffers of the worker's
+    main: the scheduler's own stream
+    """
+
+    future_indices: Any = None
+    main: Any = None
+    # what SGLang's own algorithms carry: it looks for these
+    bonus_tokens: Any = None
+    topk_p: Any = None
+    topk_index: Any = None
+    hidden_states: Any = None
+    dsa_topk_indices: Any = None
+
+    def __init__(
+        self,
+        new_seq_lens: Tensor,
+        lens_cpu: Tensor,
+        is_current: bool = True,
+        verify_done: Any = None,
+        flight: Flight | None = None,
+    ) -> None:
+        super().__init__(SpecInputType.EAGLE_DRAFT)
+        self.new_seq_lens, self.lens_cpu, self.is_current = new_seq_lens, lens_cpu, is_current
+        self.verify_done, self.flight = verify_done, flight
+
+    def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
+        """Return what a batch's number of tokens is multiplied by: nothing."""
+        return 1, 1
+
+    def filter_batch(self, new_indices: Tensor, *_: Any, **__: Any) -> None:
+        """Do nothing: there is nothing for single requests here."""
+
+    def merge_batch(self, other: NextDraft) -> None:
+        """Take in the requests of another batch."""
+        self.is_current = self.is_current and other.is_current
+        self.verify_done = self.verify_done or other.verify_done
+
+    def prepare_for_decode(self, batch: Any) -> None:
+        """Reserve slots ahead: for the step in flight and for this one, as many as there may be.
+
+        Their places in the table are known, so a step only looks them up.
+        """
+        self.main = torch.get_device_module(batch.device).current_stream()
+        reqs, pool = batch.reqs, batch.req_to_token_pool
+        caches = [host().cache_of(req) for req in reqs]
+        have = np.array([cache.kv_allocated_len for cache in caches])
+        ahead = np.array([cache.kv_committed_len for cache in caches])
+        ahead += 2 * host().slots_per_step()
+        # near the end of the context a line has no room for more, and no step needs it
+        new = np.maximum(np.minimum(ahead, pool.req_to_token.shape[1]) - have, 0)
+        for req, cache, count in zip(reqs, caches, new.tolist(), strict=True):
+            cache.kv_allocated_len += count
+            cache.kv_committed_len += host().claims_ahead
+            req.decode_batch_idx += 1
+        if new.any():
+            owners = np.repeat(np.arange(len(reqs)), new)
+            places = np.arange(len(owners)) - (new.cumsum() - new)[owners]
+            told = np.stack([owners, have[owners] + places])
+            write_slots(batch, *to_device(told, batch.device))
+
+
+def would_keep(req: Any, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+    """Return how many of these tokens plain decoding would append, and why it would end there.
+
+    A copy of the request is asked, in the order of the host's own decode. Its grammar is the real
+    one, which is put back.
+    """
+    twin, kept, accepted = copy.copy(req), 0, 0
+    twin.output_ids = [*req.output_ids]
+    try:
+        for token in tokens:
+            kept += 1
+            twin.output_ids.append(token)
+            host().check_end(twin)
+            if twin.finished() or kept == len(tokens):
+                break
+            if req.grammar is not None:
+                req.grammar.accept_token(token)
+                accepted += 1
+                if req.grammar.is_terminated():
+                    break  # plain decoding needs one more step to see it
+    except ValueError:
+        pass  # the host will meet the same, and end the request
+    finally:
+        if accepted:
+            req.grammar.rollback(accepted)
+    if not twin.finished():
+        return kept, None
+    is_length = isinstance(twin.finished_reason, FINISH_LENGTH)
+    return kept, FinishReason.LENGTH if is_length else FinishReason.STOP
+
+
+def attach_hidden(flight: Flight, output: Any, gone: Sequence[bool]) -> None:
+    """Give requests the hidden states of the rows that were kept."""
+    if output.hidden_states is None or flight.outcomes is None:
+        return
+    rows, starts = flight.kept_rows().tolist(), flight.outcomes.starts.tolist()
+    for r, (request, left) in enumerate(zip(flight.requests, gone, strict=True)):
+        if request.req.return_hidden_states and not left:
+            mine = output.hidden_states[rows[starts[r] : starts[r + 1]]]
+            request.req.hidden_states += mine.tolist()
+
+
+_LISTS: dict[str, Callable[[], Any]] = {
+    "next_token_top_logprobs_val": lambda: torch.empty(0),
+    "next_token_top_logprobs_idx": lambda: torch.empty(0, dtype=torch.int64),
+    "next_token_token_ids_logprobs_val": lambda: torch.empty(0),
+    "next_token_token_ids_logprobs_idx": list,
+}
+"""What a row may have beside its token's logprob, and what stands for none."""
+
+
+def order_logprobs(flight: Flight, output: Any, batch_size: int) -> None:
+    """Put the logprobs of the rows that were kept where the host looks for them: [B, most]."""
+    outcomes = flight.outcomes
+    assert outcomes is not None
+    most = int(outcomes.num_tokens.max(initial=1))
+    places = np.arange(len(outcomes.tokens)) - outcomes.starts[outcomes.owners]
+    members = flight.members[outcomes.owners]
+    rows = flight.kept_rows()
+    values = output.next_token_logprobs.new_zeros(batch_size, most)
+    values[members, places] = output.next_token_logprobs[rows]
+    output.next_token_logprobs = values
+    for name, nothing in _LISTS.items():
+        if (found := getattr(output, name)) is not None:
+            ordered = [nothing() for _ in range(batch_size * most)]
+            for row, at in zip(rows.tolist(), (members * most + places).tolist(), strict=True):
+                ordered[at] = found[row]
+            setattr(output, name, ordered)

@@ -1,0 +1,179 @@
+"""The hooks that every version of SGLang gets, at a place that its contract names.
+
+They are laid whenever the package is installed, because SGLang loads plugins before it reads its
+arguments. Each looks first whether OUTRIDER was chosen, and is SGLang's own code if not.
+AROUND gets the original first, AFTER its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from outrider.hosts.sglang import cpu, memory
+from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.profile import load_profile, request_options
+
+NAME = "OUTRIDER"
+ATTENTION_BACKEND = "outrider"
+
+Hook = tuple[Callable[..., Any], str]
+"""What is called, and how: BEFORE, AFTER or AROUND what it hooks."""
+
+
+def is_chosen(args: Any) -> bool:
+    """Say whether these arguments choose our algorithm."""
+    return args is not None and (args.speculative_algorithm or "").upper() == NAME
+
+
+def chosen_args() -> Any:
+    """Return this process's arguments if they choose our algorithm, else None."""
+    args = host().current_arguments()
+    return args if is_chosen(args) else None
+
+
+def attention_backend(runner: Any) -> Any:
+    """Return the attention backend `outrider`."""
+    from outrider.hosts.sglang import attention
+
+    return attention.attention_backend(runner)
+
+
+def compute_cell_size(original: Callable[..., Any], self: Any, runner: Any, layers: int) -> Any:
+    """Add the draft model's share to what a token takes in the cache."""
+    size, args = original(self, runner, layers), host().arguments(runner.server_args)
+    if runner.is_draft_worker or not is_chosen(args) or args.speculative_draft_model_path is None:
+        return size
+    return size + memory.draft_cell_bytes(runner)
+
+
+def verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
+    """Check what a request asks of Outrider."""
+    args = chosen_args()
+    if args is None:
+        return
+    profile, has_draft_model = load_profile(), args.speculative_draft_model_path is not None
+    request_options(self.custom_params, profile.names(has_draft_model), profile.report_acceptance)
+    if self.min_p > 0 and args.enable_deterministic_inference:
+        raise ValueError(
+            "min_p with --enable-deterministic-inference: SGLang's seeded sampler does not have it"
+        )
+
+
+def spec_decoding_metrics(
+    result: None, self: Any, meta_info: dict[str, Any], recv_obj: Any, i: int
+) -> None:
+    """Correct what SGLang computes as if every step drafted K tokens, or take it away."""
+    if chosen_args() is None:
+        return
+    if not load_profile().report_acceptance:
+        for name in [name for name in meta_info if name.startswith("spec_")]:
+            del meta_info[name]
+        return
+    accepted = getattr(recv_obj, host().accepted)[i]
+    for name in ("spec_proposed_drafts", "spec_num_proposed_drafts"):
+        if name in meta_info:
+            proposed = getattr(accepted, "proposed", 0)
+            meta_info[name] = proposed
+            meta_info["spec_accept_rate"] = int(accepted) / proposed if proposed else 0.0
+    if steps := getattr(accepted, "steps", None):
+        meta_info["outrider_steps"] = steps
+
+
+def _flush_tokens() -> int | None:
+    return None if chosen_args() is None else load_profile().flush_tokens
+
+
+def stream_output(
+    original: Callable[..., Any],
+    self: Any,
+    reqs: list[Any],
+    return_logprob: bool,
+    skip_req: Any = None,
+    is_idle_batch: bool = False,
+) -> Any:
+    """Send whole chunks, if the profile asks for chunks."""
+    size = _flush_tokens()
+    if size is None:
+        return original(self, reqs, return_logprob, skip_req, is_idle_batch)
+    from outrider.hosts.sglang.flush import send_chunks
+
+    told = [req for req in reqs if req is not skip_req]
+    left = send_chunks(lambda ready: original(self, ready, return_logprob), told, size)
+    # SGLang says how busy it is after every step, even if it has nothing else to say
+    return original(self, left, return_logprob, None, is_idle_batch or bool(reqs))
+
+
+def handle_batch_output(original: Callable[..., Any], self: Any, recv_obj: Any) -> Any:
+    """Let each stream take a chunk before the next, if the profile asks for chunks."""
+    if _flush_tokens() is None:
+        return original(self, recv_obj)
+    from outrider.hosts.sglang.flush import one_by_one
+
+    return one_by_one(original, self, recv_obj)
+
+
+def init_kv_copy(original: Callable[..., Any], self: Any) -> Any:
+    """Do without a Triton kernel on CPU: we never move cache entries."""
+    if self.device == "cpu" and chosen_args() is not None:
+        self._kv_copy_config = None
+        return None
+    return original(self)
+
+
+def batch_invariant_mode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make linear layers row invariant on CPU, too."""
+    current = host().current_arguments()
+    if (
+        current is not None
+        and current.device == "cpu"
+        and (is_chosen(current) or current.attention_backend == ATTENTION_BACKEND)
+    ):
+        return cpu.enable_row_invariance()
+    return original(*args, **kwargs)
+
+
+def apply_vocab_mask(original: Callable[..., Any], self: Any, logits: Any, vocab_mask: Any) -> Any:
+    """Apply grammars' masks on CPU, too."""
+    if logits.device.type == "cpu" and chosen_args() is not None:
+        return cpu.apply_vocab_mask(logits, vocab_mask)
+    return original(self, logits=logits, vocab_mask=vocab_mask)
+
+
+def support_triton(original: Callable[..., Any], backend: str) -> Any:
+    """Say no for our own backend on CPU."""
+    args = host().current_arguments()
+    if backend == ATTENTION_BACKEND and args is not None and args.device == "cpu":
+        return False
+    return original(backend)
+
+
+def murmur_hash32(original: Callable[..., Any], seed: Any, positions: Any, columns: Any) -> Any:
+    """Hash on CPU, too."""
+    if seed.device.type == "cpu":
+        return cpu.murmur_hash32(seed, positions, columns)
+    return original(seed, positions, columns)
+
+
+COMMON: dict[str, Hook] = {
+    "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
+        compute_cell_size,
+        "AROUND",
+    ),
+    "sampling.sampling_params.SamplingParams.verify": (verify_sampling_params, "AFTER"),
+    "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
+        spec_decoding_metrics,
+        "AFTER",
+    ),
+    "managers.tokenizer_manager.TokenizerManager._handle_batch_output": (
+        handle_batch_output,
+        "AROUND",
+    ),
+    "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (init_kv_copy, "AROUND"),
+    "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": (
+        batch_invariant_mode,
+        "AROUND",
+    ),
+    "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": (apply_vocab_mask, "AROUND"),
+    "utils.common.support_triton": (support_triton, "AROUND"),
+}
