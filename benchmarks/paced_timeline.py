@@ -108,7 +108,7 @@ def plot(result: dict[str, Any]) -> None:
         "milliseconds; blue: passes (dark: with drafts); bars: launches; red: the device waits"
     )
     figure.tight_layout()
-    save_plot(figure, IMAGES / "paced_timeline.svg")
+    save_plot(figure, IMAGES / "paced_timeline")
 
 
 if __name__ == "__main__":
