@@ -45,9 +45,8 @@ def test_a_step_with_penalties_has_fewer_rows():
         columns = SimpleNamespace(max_tokens=np.full(count, 100), max_drafts=np.full(count, 4))
         worker._roster = SimpleNamespace(columns=columns)
         batch = SimpleNamespace(sampling_info=SimpleNamespace(penalizer_orchestrator=penalties))
-        (drafts,) = set(
-            worker._budget(batch, [SimpleNamespace(output=[])] * count).max_drafts.tolist()
-        )
+        requests = [SimpleNamespace(output=[])] * count
+        (drafts,) = set(worker._budget(batch, requests, np.arange(count)).max_drafts.tolist())
         return drafts
 
     assert (most(200), most(256), most(256, True, True, True)) == (4, 2, 0)

@@ -171,6 +171,10 @@ def test_hidden_states_are_those_of_the_request_after_others_ended():
     assert b.req.hidden_states == []  # it has left
     attach_hidden(made, output, [False])
     assert b.req.hidden_states == [[2.0]]
+    b.req.return_hidden_states = "last"  # 0.5.23: no more than that of the last token
+    b.req.hidden_states = [[7.0]]
+    attach_hidden(made, output, [False])
+    assert b.req.hidden_states == [[2.0]]
 
 
 def test_a_trees_path_is_put_in_order(monkeypatch):

@@ -43,5 +43,6 @@ def test_a_stock_backend_with_many_requests_is_counted():
     for count, drafts, counted in ((10, 4, {}), (40, 0, {"rows": 40})):
         columns = SimpleNamespace(max_tokens=np.full(count, 100), max_drafts=np.full(count, 4))
         worker._roster = SimpleNamespace(columns=columns)
-        assert worker._budget(batch, [request] * count).max_drafts.tolist() == [drafts] * count
+        found = worker._budget(batch, [request] * count, np.arange(count))
+        assert found.max_drafts.tolist() == [drafts] * count
         assert worker._drafters.fallbacks == counted

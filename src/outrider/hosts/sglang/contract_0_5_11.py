@@ -69,7 +69,6 @@ CALLS: dict[str, str] = {
     "managers.schedule_batch.Req.check_finished": "self new_accepted_len",
     "managers.schedule_batch.Req.finished": "self",
     "managers.schedule_batch.Req.update_spec_acceptance_histogram": "self accepted_draft_tokens",
-    "managers.schedule_batch.Req.update_reasoning_tokens": "self token_id think_end_id",
     "managers.tp_worker.TpModelWorker.__init__": (
         "self server_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank moe_dp_rank dp_rank "
         "nccl_port is_draft_worker req_to_token_pool token_to_kv_pool_allocator "
@@ -105,15 +104,15 @@ CALLS: dict[str, str] = {
 FIELDS: dict[str, str] = {
     "managers.schedule_batch.ModelWorkerBatch": (
         "forward_mode input_ids req_pool_indices seq_lens out_cache_loc seq_lens_cpu "
-        "seq_lens_sum top_logprobs_nums token_ids_logprobs lora_ids sampling_info orig_seq_lens "
-        "spec_info reqs return_logprob capture_hidden_mode is_extend_in_batch all_extend_in_batch "
+        "seq_lens_sum top_logprobs_nums token_ids_logprobs sampling_info orig_seq_lens "
+        "spec_info reqs return_logprob capture_hidden_mode is_extend_in_batch "
         "extend_num_tokens extend_seq_lens extend_prefix_lens extend_logprob_start_lens "
         "multimodal_inputs is_prefill_only"
     ),
     "managers.tokenizer_manager.ReqState": "out_list obj",
     "managers.utils.GenerationBatchResult": (
         "logits_output next_token_ids num_accepted_drafts num_accepted_drafts_per_req_cpu "
-        "can_run_cuda_graph accept_lens copy_done next_draft_input"
+        "can_run_cuda_graph copy_done next_draft_input"
     ),
     "sampling.sampling_batch_info.SamplingBatchInfo": (
         "temperatures is_all_greedy need_top_p_sampling need_top_k_sampling need_min_p_sampling "
@@ -145,11 +144,9 @@ FIELDS: dict[str, str] = {
 
 ATTRIBUTES: dict[str, str] = {
     "managers.schedule_batch.Req": (
-        "rid origin_input_ids output_ids sampling_params grammar finished_reason to_finish "
+        "rid origin_input_ids output_ids sampling_params grammar finished_reason "
         "kv_committed_len kv_allocated_len decode_batch_idx spec_verify_ct spec_accepted_drafts "
-        "return_logprob top_logprobs_num token_ids_logprob output_token_logprobs_val "
-        "output_token_logprobs_idx output_top_logprobs_val output_top_logprobs_idx "
-        "output_token_ids_logprobs_val output_token_ids_logprobs_idx return_hidden_states "
+        "return_logprob return_hidden_states "
         "hidden_states require_reasoning req_pool_idx extra_key stream finished_output "
         "finished_len output_ids_through_stop send_token_offset send_decode_id_offset "
         "reasoning_tokens is_retracted custom_logit_processor"

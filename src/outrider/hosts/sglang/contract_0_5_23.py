@@ -45,6 +45,7 @@ CALLS: dict[str, str] = {
     f"{_BACKEND}.forward": ("self q k v layer forward_batch save_kv_cache **"),
     f"{_BACKEND}.init_cuda_graph_state": ("self max_bs max_num_tokens"),
     f"{_BACKEND}.init_forward_metadata_out_graph": "self forward_batch in_capture",
+    f"{_BACKEND}.shared_read_ends": "self fm",
     "distributed.parallel_state.GroupCoordinator.broadcast": "self input_ src",
     "layers.logits_processor.LogitsProcessor._compute_lm_head": (
         "self hidden_states lm_head embedding_bias out"
@@ -109,13 +110,16 @@ CALLS: dict[str, str] = {
 
 FIELDS: dict[str, str] = {
     "managers.tokenizer_manager.ReqState": "out_list obj",
+    "sampling.sampling_params.SamplingParams": "custom_params stop_strs stream_interval",
+    "sampling.sampling_batch_info.ProcessorEntry": "rows indices",
     "managers.utils.GenerationBatchResult": (
         "logits_output next_token_ids num_correct_drafts num_correct_drafts_per_req_cpu "
         "can_run_cuda_graph copy_done next_draft_input"
     ),
     "sampling.sampling_batch_info.SamplingBatchInfo": (
         "temperatures is_all_greedy need_top_p_sampling need_top_k_sampling need_min_p_sampling "
-        "grammars penalizer_orchestrator has_custom_logit_processor custom_params "
+        "grammars penalizer_orchestrator has_custom_logit_processor custom_logit_processor "
+        "custom_params "
         "sampling_seed acc_additive_penalties acc_scaling_penalties"
     ),
     "managers.schedule_batch.ScheduleBatch": (
@@ -145,7 +149,7 @@ FIELDS: dict[str, str] = {
 
 ATTRIBUTES: dict[str, str] = {
     "managers.schedule_batch.Req": (
-        "rid origin_input_ids output_ids sampling_params grammar finished_reason to_finish "
+        "rid origin_input_ids output_ids sampling_params grammar finished_reason "
         "kv decode_batch_idx spec_verify_ct spec_num_correct_drafts return_logprob "
         "return_hidden_states hidden_states require_reasoning extra_key stream finished_output "
         "finished_len output_ids_through_stop send_token_offset send_decode_id_offset "
@@ -155,7 +159,6 @@ ATTRIBUTES: dict[str, str] = {
         "model_worker"
     ),
     "managers.tokenizer_manager.TokenizerManager": "rid_to_state server_args",
-    "sampling.sampling_params.SamplingParams": "custom_params stop_strs",
     "distributed.parallel_state.GroupCoordinator": "rank_in_group world_size ranks cpu_group",
     "layers.linear.LinearBase": "quant_method",
     "layers.radix_attention.RadixAttention": (

@@ -128,16 +128,16 @@ class NextDraft(SpecInput):
         Their places in the table are known, so a step only looks them up.
         """
         self.main = torch.get_device_module(batch.device).current_stream()
-        reqs, pool = batch.reqs, batch.req_to_token_pool
-        caches = [host().cache_of(req) for req in reqs]
+        reqs, pool, here = batch.reqs, batch.req_to_token_pool, host()
+        caches = [here.cache_of(req) for req in reqs]
         have = np.array([cache.kv_allocated_len for cache in caches])
         ahead = np.array([cache.kv_committed_len for cache in caches])
-        ahead += 2 * host().slots_per_step()
+        ahead += 2 * here.slots_per_step()
         # near the end of the context a line has no room for more, and no step needs it
         new = np.maximum(np.minimum(ahead, pool.req_to_token.shape[1]) - have, 0)
         for req, cache, count in zip(reqs, caches, new.tolist(), strict=True):
             cache.kv_allocated_len += count
-            cache.kv_committed_len += host().claims_ahead
+            cache.kv_committed_len += here.claims_ahead
             req.decode_batch_idx += 1
         if new.any():
             owners = np.repeat(np.arange(len(reqs)), new)
@@ -184,8 +184,11 @@ def attach_hidden(flight: Flight, output: Any, gone: Sequence[bool]) -> None:
     rows, starts = flight.kept_rows().tolist(), flight.outcomes.starts.tolist()
     for r, (request, left) in enumerate(zip(flight.requests, gone, strict=True)):
         if request.req.return_hidden_states and not left:
-            mine = output.hidden_states[rows[starts[r] : starts[r + 1]]]
-            request.req.hidden_states += mine.tolist()
+            mine = output.hidden_states[rows[starts[r] : starts[r + 1]]].tolist()
+            if request.req.return_hidden_states == "last":  # 0.5.23 has this
+                request.req.hidden_states[:] = mine[-1:]
+            else:
+                request.req.hidden_states += mine
 
 
 _LISTS: dict[str, Callable[[], Any]] = {

@@ -282,7 +282,7 @@ def _worker_class() -> type:
 
 def _refuse_repair(self: Any, *args: Any, **kwargs: Any) -> None:
     if os.environ.get(REPAIR_VARIABLE):
-        plugin.stop(f"{REPAIR_VARIABLE} is for SGLang 0.5.11", instead=f"unset {REPAIR_VARIABLE}")
+        raise SystemExit(f"outrider: {REPAIR_VARIABLE} is for SGLang 0.5.11; unset it")
 
 
 def _prepare_for_decode(original: Callable[..., Any], batch: Any) -> Any:

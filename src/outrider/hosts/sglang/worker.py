@@ -469,12 +469,12 @@ class OutriderWorker:
         """Tell the host's requests what was accepted; give them logprobs and hidden states."""
         outcomes, output = flight.outcomes, flight.result.logits_output
         assert outcomes is not None
-        reqs = [request.req for request in flight.requests]
+        reqs, here = [request.req for request in flight.requests], host()
         gone = [req.finished() or req.is_retracted for req in reqs]
         for r, (req, left) in enumerate(zip(reqs, gone, strict=True)):
             if not left:
                 emitted = int(outcomes.num_tokens[r])
-                host().cache_of(req).kv_committed_len += emitted - host().claims_ahead
+                here.cache_of(req).kv_committed_len += emitted - here.claims_ahead
                 drafts, accepted = outcomes.num_drafts[r], outcomes.num_accepted_drafts[r]
                 _count_step(req, int(drafts), int(accepted))
         if flight.columns.explain:
@@ -521,12 +521,10 @@ class OutriderWorker:
             clock.parts["draft_forward"] += passes
         clock.lap("draft", less=passes)
 
-    def _budget(
-        self, batch: Any, requests: Sequence[LiveRequest], members: Ints | None = None
-    ) -> Budget:
+    def _budget(self, batch: Any, requests: Sequence[LiveRequest], members: Ints) -> Budget:
         """Return how many drafts each request may have.
 
-        members: their places in the batch; None if all of it is asked for
+        members: their places in the batch
         """
         penalties = num_penalties(batch.sampling_info.penalizer_orchestrator)
         budget, cut = self._share(self._roster.columns, requests, members, penalties)
@@ -538,7 +536,7 @@ class OutriderWorker:
         self,
         columns: Columns,
         requests: Sequence[LiveRequest],
-        members: Ints | None = None,
+        members: Ints,
         penalties: int = 0,
     ) -> tuple[Budget, int]:
         """Return how many drafts each request may have, and how many have fewer for want of rows.
@@ -547,10 +545,9 @@ class OutriderWorker:
 
         penalties: kinds of them that the batch has; each takes memory for every row
         """
-        some = slice(None) if members is None else members
         emitted = np.array([len(request.output) for request in requests])
-        left = columns.max_tokens[some] - emitted - 1
-        wanted = np.maximum(np.minimum(columns.max_drafts[some], left), 0)
+        left = columns.max_tokens[members] - emitted - 1
+        wanted = np.maximum(np.minimum(columns.max_drafts[members], left), 0)
         limit = min(self._max_rows, max_rows(*self._logits, penalties))
         drafts, cut = share_rows(wanted, limit)
         return Budget(drafts, "match", self._coins, trees=self._trees), cut
@@ -589,8 +586,6 @@ class OutriderWorker:
         self, outcomes: Outcomes, proposal: Proposal[Law], drafters: Sequence[str]
     ) -> None:
         """Note what the step did to each request that asks, and tell it when it ends."""
-        if not self._roster.columns.explain:
-            return
         drafts = proposal.drafts()
         for outcome, draft, name in zip(outcomes, drafts, drafters, strict=True):
             request: Any = outcome.request
