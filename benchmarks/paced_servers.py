@@ -24,11 +24,17 @@ PREFILL_ROW = 2e-6
 
 @dataclass(frozen=True)
 class Contender:
-    """A server. profile: of Outrider; None for bare SGLang."""
+    """A server.
+
+    profile: of Outrider; None for bare SGLang
+    stock: whether Outrider runs on a backend of SGLang's, which reads a request's cache for each
+        row of a decode batch; on its own backend, once for all of them
+    """
 
     flags: tuple[str, ...] = ()
     profile: dict[str, Any] | None = None
     draft_model: bool = False
+    stock: bool = False
 
 
 class Paced(Suspendable):
@@ -68,7 +74,12 @@ def _start(
 ) -> Paced:
     stem = name.replace(" ", "-").replace(",", "")
     passes = folder / f"{stem}.passes.jsonl"
-    setting = {"profile": device, "log": str(passes), "prefill_row": PREFILL_ROW}
+    setting = {
+        "profile": device,
+        "log": str(passes),
+        "prefill_row": PREFILL_ROW,
+        "reads_each_row": contender.stock,
+    }
     (folder / f"{stem}.device.json").write_text(json.dumps(setting))
     environment = {VARIABLE: str(folder / f"{stem}.device.json"), "OMP_NUM_THREADS": "1"}
     flags = [*FLAGS, *common, *contender.flags]
@@ -78,7 +89,8 @@ def _start(
     else:
         (folder / f"{stem}.yaml").write_text(json.dumps(contender.profile))
         environment["OUTRIDER_CONFIG"] = str(folder / f"{stem}.yaml")
-        flags += ["--attention-backend", "outrider", "--speculative-algorithm", "OUTRIDER"]
+        backend = "torch_native" if contender.stock else "outrider"
+        flags += ["--attention-backend", backend, "--speculative-algorithm", "OUTRIDER"]
     if contender.draft_model:
         flags += ["--speculative-draft-model-path", str(model)]
     server = Paced(model, *flags, log=folder / f"{stem}.log", **environment)

@@ -83,7 +83,7 @@ def test_context_is_told_from_rows():
         cost.observe(rows, context, (stairs(rows) + 1e-6 * context) * rng.lognormvariate(0, 0.05))
     for context in (1_000, 50_000, 100_000):
         expected = stairs(8) + 1e-6 * context
-        assert cost.table(8, context)[-1] == pytest.approx(expected, rel=0.15)
+        assert cost.table(8, context)[-1] == pytest.approx(expected, rel=0.2)
 
 
 def test_noise_is_not_taken_for_context():
@@ -218,3 +218,66 @@ def test_a_wrong_first_value_is_not_taken_for_context():
         context += 64
         cost.observe(64, context, 0.006)
     assert cost.slope.value * context < 0.0001
+
+
+# -- a cache that is read once for each row, and a second pass that reads it once
+
+FIXED, ROW, READ = 6e-3, 20e-6, 40e-9
+
+
+def stock_cost(width=0, padding=1.0):
+    """Return what is learnt of a backend that reads a request's cache for each of its rows."""
+    cost = StepCost()
+    cost.reads_each_row, cost.width = True, width
+    for turn in range(400):
+        context, requests = (1000, 60_000)[turn % 2], 4
+        for rows in (requests, 3 * requests):
+            seconds = FIXED + ROW * rows + READ * context * rows / requests
+            cost.observe(rows, context, seconds, requests)
+        if width:
+            padded = padding * (FIXED + ROW * requests * width) + READ * context
+            cost.observe(2 * requests, context, padded, requests, padded=True)
+    return cost
+
+
+def test_each_row_reads_the_cache():
+    table = stock_cost().table(12, 60_000, 4)
+    assert table[4] == pytest.approx(FIXED + 4 * ROW + READ * 60_000, rel=0.1)
+    assert table[12] == pytest.approx(FIXED + 12 * ROW + READ * 180_000, rel=0.1)
+    shared = stock_cost()
+    shared.reads_each_row = False  # the twin: it would be taken for the cost of the rows
+    assert shared.table(12, 60_000, 4)[12] < 0.8 * table[12]
+
+
+def test_a_padded_pass_is_chosen_where_it_is_faster():
+    cost = stock_cost(width=5)
+    assert not cost.prefers_padded(5, 1000, 4)
+    assert cost.prefers_padded(12, 60_000, 4)
+    assert not cost.prefers_padded(4, 60_000, 4)  # nothing to verify
+    table = cost.table(12, 60_000, 4)
+    padded = FIXED + 20 * ROW + READ * 60_000
+    assert table[4] < padded
+    assert table[12] == pytest.approx(padded, rel=0.1)
+    # without graphs it may take several times as long
+    assert not stock_cost(width=5, padding=4).prefers_padded(12, 60_000, 4)
+
+
+def test_a_padded_pass_is_tried_once():
+    cost = stock_cost()
+    cost.width = 5
+    assert cost.prefers_padded(12, 1000, 4)
+    cost.observe(12, 1000, 1.0, 4, padded=True)
+    assert not cost.prefers_padded(12, 1000, 4)
+
+
+def test_a_jump_in_context_is_learnt_at_once():
+    """A slow spell of the machine is not taken for it: see the test of that."""
+    cost = StepCost()
+    cost.reads_each_row = True
+    for _ in range(50):
+        cost.observe(16, 16_000, FIXED + 16 * ROW + READ * 16_000, 16)
+    for _ in range(3):
+        cost.observe(16, 500_000, FIXED + 16 * ROW + READ * 500_000, 16)
+    assert cost.slope.value == pytest.approx(READ, rel=0.2)
+    expected = FIXED + 48 * ROW + READ * 1_500_000  # never seen with so many rows
+    assert cost.table(48, 500_000, 16)[48] == pytest.approx(expected, rel=0.2)

@@ -106,6 +106,7 @@ class Step:
     caught_up: tokens that the model read of requests it did not draft for yet
     drafters: how many requests each drafter served
     tokens: that it emitted
+    padded: whether it was a padded pass: see `StepCost`
     """
 
     t: float
@@ -120,6 +121,7 @@ class Step:
     seconds: float = 0.0
     drafters: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
+    padded: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as a line of a trace."""
@@ -199,6 +201,7 @@ class AdaptiveDrafter:
     on_step: is told of each step
     exposed: seconds for which a device waits while drafts are looked for before a launch: a host
         that can do without says so (`waited`)
+    padded: whether the last proposal is to be verified by a padded pass
     is_asleep: whether launches need not wait for drafts now: such a host may launch plain steps,
         and call `look` while the device works
     """
@@ -217,7 +220,7 @@ class AdaptiveDrafter:
         self.acceptance, self.cost, self.brake = Acceptance(), StepCost(knots), Brake()
         self._free, self._model, self._margin, self._clock = dict(free), model, margin, clock
         self._on_step = on_step
-        self.exposed, self.is_asleep = 0.0, False
+        self.exposed, self.is_asleep, self.padded = 0.0, False, False
         self._observed = clock()
         self._step: Step | None = None
         self._offers: list[_Offer] = []
@@ -255,6 +258,7 @@ class AdaptiveDrafter:
         proposal = plan.tree.take(nodes) if len(nodes) else Proposal.empty(len(requests))
         self._last = _Last(requests, proposal, plan.sources[nodes], self._offers)
         step.rows, step.proposed = proposal.num_rows, self._clock()
+        self.padded = self.cost.prefers_padded(step.rows, step.context, step.requests)
         return proposal
 
     def look(self, requests: Sequence[Request], budget: Budget) -> None:
@@ -271,7 +275,8 @@ class AdaptiveDrafter:
         step.rows, step.proposed = len(requests), step.t
         if self.brake.is_on or not self.cost.verify.has_seen(len(requests)):
             return
-        seconds = self.cost.table(len(requests) + int(budget.max_drafts.sum()), step.context)
+        rows = len(requests) + int(budget.max_drafts.sum())
+        seconds = self.cost.table(rows, step.context, len(requests))
         # the step emits what the first drafts say, or something else: the next one has the others
         later = plan.survival[plan.tree.depths > 1]
         # a step with drafts waits, and so does the one after it
@@ -316,6 +321,7 @@ class AdaptiveDrafter:
         if self._step is not None:
             step, self._step = self._step, None
             step.seconds, step.tokens = self._clock() - step.t, len(done.tokens)
+            step.padded = self.padded and step.rows > step.requests
             self._done = _Done(step, self._offers, self._rows, done)
             if self._on_step is not None:
                 step.drafters.update(name for name in self._last.names() if name)
@@ -352,10 +358,10 @@ class AdaptiveDrafter:
 
     def _learn_times(self, step: Step, seconds: float) -> None:
         """Learn from a step, of which so many seconds were the target's pass."""
-        self.cost.observe(step.rows, step.context, seconds)
+        self.cost.observe(step.rows, step.context, seconds, step.requests, step.padded)
         if step.rows == step.requests:
             self._since_plain[self.cost.verify.knot(step.rows)] = 0
-        plain = self.cost.table(step.requests, step.context)[-1] / step.requests
+        plain = self.cost.table(step.requests, step.context, step.requests)[-1] / step.requests
         self.brake.observe(step.rows > step.requests, step.seconds, step.tokens * float(plain))
 
     # -- what there is
@@ -391,7 +397,7 @@ class AdaptiveDrafter:
             self.is_asleep = self.exposed > 0
             return plan, nothing
         rows = batch + int(budget.max_drafts.sum())
-        seconds = self.cost.table(rows, step.context)
+        seconds = self.cost.table(rows, step.context, batch)
         best = choose(plan.tree, plan.survival, seconds, self._margin)
         goodput, users = self._consult(requests, budget, plan, best.goodput, seconds, step)
         if self.exposed:
@@ -512,7 +518,8 @@ class AdaptiveDrafter:
         most = np.zeros(len(requests), np.int64)
         most[users] = budget.max_drafts[users]
         # one more pass of the model brings one more row of the target's for each user
-        rows = self.cost.verify.table(len(requests) + int(most.sum()))
+        most_rows = len(requests) + int(most.sum())
+        rows = self.cost.table(most_rows, step.context, len(requests))
         row = (rows[-1] - rows[len(requests)]) / most.sum()
         gain = goodput * float(self.cost.draft.seconds(len(users)) + len(users) * row)
         gain = min(gain, 0.99 * len(users))  # who is asked drafts at least once

@@ -16,8 +16,11 @@ logarithm's distance, and by no more than CLIP, so an outlier moves it little. A
 clipped several times in a row in the same direction is wrong: each further one moves it twice as
 far.
 
-Attention adds what the contexts of all requests take to read: a slope, learnt where steps of the
-same number of rows differ in context.
+Attention adds what cached tokens take to read: a slope, learnt where steps of the same number of
+rows differ in what they read. Some attention backends read a request's cache once for all of its
+rows; others once for each row. A host may have a second pass for the latter, which reads it once
+but has as many rows for every request (*padded*). Then a step with drafts costs what the cheaper of
+the two passes costs.
 """
 
 from __future__ import annotations
@@ -52,6 +55,9 @@ PATIENCE = 3
 FEW_TOKENS = 2.0**26
 """Contexts that differ by less than this (squared, in all) say little of the slope: 8,192 tokens,
 once. A machine that is slower for some seconds must not be taken for a long context."""
+
+SHORT = 2.0**15
+"""Contexts of so many tokens in all add little to a step's time, even many times over."""
 
 
 class Estimate:
@@ -211,7 +217,10 @@ class Slope:
     def observe(self, knot: int, context: int, seconds: float) -> None:
         """Learn how long a step took over so many tokens of context."""
         mean, usual = self._means.get(knot, (float(context), Estimate(seconds)))
-        more, longer = context - mean, usual.observe(seconds, CLIP * usual.value)
+        # what is read many times over may take many times as long: that is no outlier
+        times = (context + SHORT) / (mean + SHORT)
+        times = max(times, 1 / times)
+        more, longer = context - mean, usual.observe(seconds, CLIP * times * usual.value)
         self._means[knot] = mean + RATE * more, usual
         if usual.is_wrong:  # the difference says nothing of the context: begin again
             del self._means[knot]
@@ -225,20 +234,32 @@ class StepCost:
     """The time of a step: a pass of the target with all around it, and passes of a draft model.
 
     verify: a pass of the target, by rows, over no context
-    slope:  what each token of the requests' contexts adds
+    slope:  what each cached token that is read adds
     draft:  a pass of the draft model, by the tokens that it reads
+    reads_each_row: whether a request's cache is read once for each of its rows
+    width:  rows of each request in a padded pass; 0 if the host has none
+    padded: such a pass, by all of its rows
     """
 
     def __init__(self, knots: Sequence[int] = KNOTS) -> None:
         self.verify, self.draft, self.slope = Curve(knots), Curve(knots), Slope()
+        self.reads_each_row, self.width, self.padded = False, 0, Curve()
 
-    def observe(self, rows: int, context: int, seconds: float) -> None:
+    def observe(
+        self, rows: int, context: int, seconds: float, requests: int = 0, padded: bool = False
+    ) -> None:
         """Learn how long a pass of the target took.
 
         context: tokens of all requests together
+        requests: how many; by default one for each row
         """
-        self.slope.observe(self.verify.knot(rows), context, seconds)
-        self.verify.observe(rows, max(0.1 * seconds, seconds - self.slope.value * context))
+        requests = requests or rows
+        curve, read = self.verify, self._read(rows, context, requests)
+        if padded:
+            curve, rows, read = self.padded, requests * self.width, context
+        else:
+            self.slope.observe(curve.knot(rows), read, seconds)
+        curve.observe(rows, max(0.1 * seconds, seconds - self.slope.value * read))
 
     def observe_drafting(self, passes: int, requests: int, unread: int, seconds: float) -> None:
         """Learn how long passes of the draft model took, of which the first read what was new."""
@@ -249,9 +270,25 @@ class StepCost:
         if passes > 1:
             self.draft.observe(requests, more * share or seconds / passes)
 
-    def table(self, rows: int, context: int = 0) -> NDArray[np.float64]:
-        """Return the time of a step of 0, 1, ... up to so many rows, without drafting."""
-        return self.verify.table(rows) + self.slope.value * context
+    def table(self, rows: int, context: int = 0, requests: int = 0) -> NDArray[np.float64]:
+        """Return the time of a step of 0, 1, ... up to so many rows, without drafting.
+
+        context, requests: as in `observe`
+        """
+        if not self.reads_each_row or not requests:
+            return self.verify.table(rows) + self.slope.value * context
+        reads = np.maximum(np.arange(rows + 1) / requests, 1.0)
+        found = self.verify.table(rows) + self.slope.value * context * reads
+        if self.width:
+            found[requests + 1 :] = found[requests + 1 :].clip(max=self._padded(context, requests))
+        return found
+
+    def prefers_padded(self, rows: int, context: int, requests: int) -> bool:
+        """Say whether a padded pass would be faster than the usual one, of so many rows."""
+        if not self.width or rows == requests:
+            return False
+        usual = self.verify.seconds(rows) + self.slope.value * self._read(rows, context, requests)
+        return self._padded(context, requests) < usual
 
     def drafting(self, passes: int, requests: int, unread: int) -> float:
         """Return the time of so many passes of the draft model, one after the other.
@@ -259,3 +296,14 @@ class StepCost:
         requests: that draft; unread: tokens of theirs that it has not read, the last ones included
         """
         return self.draft.seconds(unread) + (passes - 1) * self.draft.seconds(requests)
+
+    def _read(self, rows: int, context: int, requests: int) -> int:
+        """Return how many cached tokens a pass reads, if drafts are spread evenly."""
+        return context * max(rows, requests) // requests if self.reads_each_row else context
+
+    def _padded(self, context: int, requests: int) -> float:
+        """Return the time of a padded pass. If none was seen, padding is hoped to be free."""
+        rows = requests * self.width
+        known = self.padded.has_seen(rows)
+        seconds = self.padded.seconds(rows) if known else self.verify.seconds(requests)
+        return seconds + self.slope.value * context

@@ -126,6 +126,7 @@ def arguments(**asked):
     default |= {f"enable_{name}": False for name in flags}
     default |= {"lora_paths": None, "is_embedding": False, "speculative_adaptive": False}
     default |= {"disable_overlap_schedule": False}
+    default |= {"attention_backend": None, "enable_deterministic_inference": False}
     return SimpleNamespace(**{**default, **asked})
 
 

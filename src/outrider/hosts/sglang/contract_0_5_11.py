@@ -31,6 +31,7 @@ HOOKS: dict[str, str] = {
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
     "utils.common.support_triton": "backend",
+    "model_executor.cuda_graph_runner.CudaGraphRunner.can_run": "self forward_batch",
     "layers.utils.hash.murmur_hash32": "seed positions col_indices",
 }
 """What we hook, with its parameters."""
@@ -95,6 +96,10 @@ CALLS: dict[str, str] = {
         "self keep_indices keep_indices_device"
     ),
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": "self",
+    "speculative.dflash_info.DFlashVerifyInput.__init__": (
+        "self draft_token positions draft_token_num topk custom_mask capture_hidden_mode "
+        "num_tokens_per_batch"
+    ),
     "speculative.spec_info.SpecInput.__init__": "self spec_input_type",
     "utils.common.freeze_gc": "context",
     "utils.common.is_hip": "",

@@ -102,6 +102,11 @@ CALLS: dict[str, str] = {
     "speculative.spec_info.SpeculativeAlgorithm.register": (
         "cls name supports_overlap validate_server_args spec_class"
     ),
+    "speculative.dflash_info.DFlashVerifyInput.__init__": (
+        "self draft_token positions draft_token_num topk custom_mask capture_hidden_mode "
+        "num_tokens_per_req ragged_verify_layout live_seq_lens_cpu "
+        "candidate_max_seq_len_upper_bound kv_loc_plan kv_loc_cols"
+    ),
     "speculative.spec_info.SpecInput.__init__": "self spec_input_type",
     "utils.common.freeze_gc": "context gc_threshold",
     "utils.common.is_hip": "",

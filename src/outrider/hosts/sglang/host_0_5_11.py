@@ -257,6 +257,15 @@ def _store_to_map(original: Callable[..., Any], self: Any, indices: Any, result:
 
 _MIXIN = "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
 
+
+def _can_run_graph(original: Any, self: Any, forward_batch: Any) -> bool:
+    """Keep TARGET_VERIFY out of the graphs of plain decoding, which have one row a request."""
+    is_ours = isinstance(self.model_runner.spec_algorithm, Algorithm)
+    if is_ours and forward_batch.forward_mode.is_target_verify():
+        return False
+    return bool(original(self, forward_batch))
+
+
 _HOOKS: dict[str, hooks.Hook] = {
     **hooks.COMMON,
     "speculative.spec_info.SpeculativeAlgorithm.from_string": (_from_string, "AROUND"),
@@ -270,4 +279,5 @@ _HOOKS: dict[str, hooks.Hook] = {
     "managers.overlap_utils.FutureMap.resolve_future": (_resolve_future, "AROUND"),
     "managers.overlap_utils.FutureMap.store_to_map": (_store_to_map, "AROUND"),
     "layers.utils.hash.murmur_hash32": (hooks.murmur_hash32, "AROUND"),
+    "model_executor.cuda_graph_runner.CudaGraphRunner.can_run": (_can_run_graph, "AROUND"),
 }

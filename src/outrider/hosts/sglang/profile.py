@@ -61,6 +61,11 @@ class Profile(_Strict):
     report_acceptance: whether answers say how many drafts of a request were accepted
     flush_tokens: streamed answers come in chunks of exactly so many tokens, the last one apart;
         without it, in what each step gave
+    verify_pass: how drafts are verified. `rows`: as a decode batch, which computes what plain
+        decoding computes. `target_verify`: by SGLang's own pass, which reads each request's cache
+        once on every backend, but gives other bits. `auto`: control chooses by measured times;
+        rows without it. By default `auto` with fa3, flashinfer, triton and aiter unless
+        `--enable-deterministic-inference` is given, else `rows`.
     tracing: whether each step is sent as an OpenTelemetry span, as the variables OTEL_* say
     """
 
@@ -71,6 +76,7 @@ class Profile(_Strict):
     draft_timeout: float = Field(default=1.0, gt=0)
     report_acceptance: bool = True
     flush_tokens: Optional[int] = Field(default=None, ge=1)  # noqa: UP045
+    verify_pass: Optional[Literal["rows", "target_verify", "auto"]] = None  # noqa: UP045
     tracing: bool = False
 
     def default_drafter(self, has_draft_model: bool) -> str:

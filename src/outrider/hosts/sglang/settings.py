@@ -24,6 +24,12 @@ DEFAULT_DRAFTS = 4
 REPAIRED = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH")
 """SGLang's own algorithms that take the most likely token on ROCm, whatever the temperature."""
 
+VERIFYING = ["fa3", "flashinfer", "triton", "aiter"]
+"""Attention backends whose TARGET_VERIFY takes a chain without a mask."""
+
+OWN = "outrider"
+"""Our attention backend: it reads a request's cache once for all of its rows."""
+
 Test = Callable[[Any], Any]
 
 REFUSED: tuple[tuple[str, str, Test], ...] = (
@@ -86,6 +92,7 @@ def apply(server_args: Any) -> None:
 
     if profile.tracing:
         tracing.check_installed()
+    verify_pass(profile.verify_pass, server_args)
 
     steps, rows = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
     if steps is None:
@@ -115,6 +122,27 @@ def apply(server_args: Any) -> None:
         logger.warning("mixed chunked prefill is off with speculation, as with SGLang's own")
     overlap = "off" if server_args.disable_overlap_schedule else "on"
     logger.info("K = %d; overlap scheduling is %s", steps, overlap)
+
+
+def verify_pass(asked: str | None, server_args: Any) -> str:
+    """Return how drafts are verified: "rows", "target_verify" or "auto". Raises Unsupported.
+
+    asked: in the profile; by default what the backend and the exactness asked for allow
+    """
+    backend, exact = server_args.attention_backend, server_args.enable_deterministic_inference
+    if asked in (None, "rows"):
+        return "auto" if asked is None and backend in VERIFYING and not exact else "rows"
+    if exact:
+        raise Unsupported(
+            f"verify_pass {asked} with --enable-deterministic-inference",
+            fix="use verify_pass: rows: only decode rows give the bits of plain decoding",
+        )
+    if backend not in (None, *VERIFYING):
+        raise Unsupported(
+            f"verify_pass {asked} with --attention-backend {backend}",
+            fix=f"use verify_pass: rows, or one of {', '.join(VERIFYING)}",
+        )
+    return asked
 
 
 def repairs(server_args: Any) -> bool:

@@ -18,6 +18,7 @@ rejected ones stay where they are, and the next step writes over them.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ from outrider.core import (
     Law,
     Outcomes,
     Proposal,
+    Unsupported,
     match,
     settle,
 )
@@ -64,8 +66,12 @@ from outrider.hosts.sglang.roster import Columns, LiveRequest, Roster
 from outrider.hosts.sglang.row_limits import share_rows
 from outrider.hosts.sglang.rows import Company, StepRows, kind_groups, to_device
 from outrider.hosts.sglang.sampling import sample, sampling_kind
+from outrider.hosts.sglang.settings import OWN, verify_pass
 from outrider.hosts.sglang.tracing import StepClock, Tracer
+from outrider.hosts.sglang.verify_pass import VerifyPass
 from outrider.kernels.sample_match import DeviceCoins
+
+logger = logging.getLogger(__name__)
 
 LOOK = 16
 """Asleep, drafts are looked for in one step of 1 + B / LOOK: a look takes longer the larger the
@@ -131,6 +137,7 @@ class OutriderWorker:
         vocab_size, graphs = self.model_config.vocab_size, host().graph_sizes(runner)
         self._drafters = Drafters.make(profile, names, vocab_size, model, self._ranks, graphs)
         self._roster = Roster(self._drafters, names, default, args, profile.max_drafts)
+        self._begin_verify(args, profile.verify_pass)
         self._penalties = Penalties()
         self._coins = DeviceCoins()
         lines = len(runner.req_to_token_pool.req_to_token)
@@ -154,6 +161,22 @@ class OutriderWorker:
         self._tracer = Tracer(labels) if profile.tracing and tp_rank == 0 else None
         # a full collection would look at all that was loaded, which takes 100 ms and more
         freeze_gc("Outrider")
+
+    def _begin_verify(self, args: Any, asked: str | None) -> None:
+        """Choose how drafts are verified. asked: in the profile"""
+        try:
+            found = verify_pass(asked, args)
+        except Unsupported as error:
+            raise SystemExit(f"outrider: {error}") from error
+        self._verify: VerifyPass | None = None
+        self._pass_is_chosen = found != "auto"
+        control, width = self._drafters.control, args.speculative_num_draft_tokens
+        if found == "target_verify" or (found == "auto" and control is not None):
+            self._verify = VerifyPass(self.target_worker, width)
+        if control is not None:
+            control.cost.reads_each_row = args.attention_backend != OWN
+            control.cost.width = 0 if self._verify is None else width
+        logger.info("drafts are verified by %s", found if self._verify is not None else "rows")
 
     # -- what the scheduler calls
 
@@ -281,6 +304,9 @@ class OutriderWorker:
         flight = Flight(company.requests, company.members, columns, proposal, clock)
         lens = rows.forward if is_plain else plain
         draft = NextDraft(lens.seq_lens, lens.seq_lens_cpu, is_plain, self._record(), flight)
+        if self._verify is not None and self._pads(batch, plain, company, proposal):
+            launch = partial(self._verify.run, batch, plain, company, proposal)
+            return self._run(flight, rows, draft, launch)
         return self._run(flight, rows, draft)
 
     def _gather(self, batch: Any, draft: NextDraft) -> tuple[Company, Sequence[LiveRequest]]:
@@ -338,8 +364,47 @@ class OutriderWorker:
         flight = Flight(requests, np.arange(len(requests)), columns, nothing, clock)
         return self._run(flight, rows, NextDraft(new, new_cpu, True, done, flight))
 
-    def _run(self, flight: Flight, rows: StepRows, draft: NextDraft) -> GenerationBatchResult:
-        """Launch a step's pass. What could wait is done while the device works."""
+    def _pads(self, batch: Any, plain: Any, company: Company, proposal: Proposal[Law]) -> bool:
+        """Say whether SGLang's own verify pass is launched, not rows; the same on all ranks."""
+        verify, control, columns = self._verify, self._drafters.control, self._roster.columns
+        assert verify is not None
+        found = proposal.num_rows > len(company.requests) and not columns.wants_output
+        found = found and verify.can_run(company, proposal)
+        if found and not self._pass_is_chosen:
+            wanted = control is not None and columns.adaptive and control.padded
+            found = self._ranks.any(wanted)
+            if found and not verify.is_checked and not self._agrees(verify, batch, plain, company):
+                found = False
+        if control is not None:
+            control.padded = found
+        return found
+
+    def _agrees(self, verify: VerifyPass, batch: Any, plain: Any, company: Company) -> bool:
+        """Check SGLang's own verify pass before it is first used. If it fails, it never will be."""
+        fault = "its logits are not those of decode rows"
+        try:
+            agrees = verify.agrees(batch, plain, company)
+        except Exception as error:
+            agrees, fault = False, repr(error)
+        if not self._ranks.any(not agrees):
+            return True
+        logger.warning("TARGET_VERIFY is not used, drafts are verified by rows: %s", fault)
+        self._verify = None
+        if self._drafters.control is not None:
+            self._drafters.control.cost.width = 0
+        return False
+
+    def _run(
+        self,
+        flight: Flight,
+        rows: StepRows,
+        draft: NextDraft,
+        launch: Callable[[], GenerationBatchResult] | None = None,
+    ) -> GenerationBatchResult:
+        """Launch a step's pass. What could wait is done while the device works.
+
+        launch: how, if not as a decode batch of the rows
+        """
         forward, control = rows.forward, self._drafters.control
         flight.clock.lap("host")
         if control is not None and self._read_at:
@@ -349,7 +414,10 @@ class OutriderWorker:
             )
             self._read_at = 0.0
         grammars = forward.sampling_info.grammars
-        result = self.target_worker.forward_batch_generation(forward, is_verify=True)
+        if launch is None:
+            result = self.target_worker.forward_batch_generation(forward, is_verify=True)
+        else:
+            result = launch()
         forward.sampling_info.grammars = grammars  # a host may have put each request's own there
         output, at = result.logits_output, forward.seq_lens - 1
         sampled = sample(self.model_runner, output, forward, at, rows.groups)

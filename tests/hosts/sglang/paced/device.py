@@ -30,7 +30,7 @@ class Pass:
     start, done: when the device begins and ends it
     read: when the host first asked for its result, and would have waited
     rows: of the batch
-    context: cached tokens, each request's once
+    context: cached tokens that are read
     requests: how many
     position: the sum over requests of the last known token's position: what grows is output
     """
@@ -47,10 +47,20 @@ class Pass:
 
 
 class Device:
-    """Runs the passes of a target and of a draft model, one after the other."""
+    """Runs the passes of a target and of a draft model, one after the other.
 
-    def __init__(self, profile: CostProfile, log: Path | None = None, spin: float = SPIN) -> None:
-        self.profile = profile
+    reads_each_row: whether a decode pass reads a request's cache once for each of its rows, as all
+        attention backends do but Outrider's own
+    """
+
+    def __init__(
+        self,
+        profile: CostProfile,
+        log: Path | None = None,
+        spin: float = SPIN,
+        reads_each_row: bool = False,
+    ) -> None:
+        self.profile, self.reads_each_row = profile, reads_each_row
         self._spin = spin
         self._free_at = 0.0
         self._answers = Answers()
@@ -112,7 +122,9 @@ class Device:
             mode = batch.forward_mode
             if mode.is_decode():
                 return self._decode(batch, req_to_token, is_draft)
-            if mode.is_extend() and not mode.is_target_verify():
+            if mode.is_target_verify():
+                return self._verify(batch, req_to_token)
+            if mode.is_extend():
                 self._resize(slots)
                 return self._prefill(batch, req_to_token, is_draft)
         raise NotImplementedError(f"{mode} on the paced device")
@@ -124,12 +136,22 @@ class Device:
             roots = np.empty(len(lines), dtype=bool)
             roots[0] = True
             np.not_equal(lines[1:], lines[:-1], out=roots[1:])
-            requests, context = int(np.count_nonzero(roots)), int(positions[roots].sum())
+            requests, position = int(np.count_nonzero(roots)), int(positions[roots].sum())
         else:
-            requests, context = 1, int(positions[0])
+            requests, position = 1, int(positions[0])
         kind = "draft_decode" if is_draft else "decode"
-        ready = self.enqueue(kind, len(lines), context, requests, context, launched)
+        context = int(positions.sum()) if self.reads_each_row else position
+        ready = self.enqueue(kind, len(lines), context, requests, position, launched)
         return self._logits(lines, positions, req_to_token, ready, is_draft)
+
+    def _verify(self, batch: Any, req_to_token: torch.Tensor) -> Any:
+        """Queue a pass that reads each request's cache once, whatever the backend."""
+        launched, width = now(), batch.spec_info.draft_token_num
+        lens, positions = batch.seq_lens.numpy(), batch.positions.numpy()
+        context = int(lens.sum())
+        ready = self.enqueue("decode", len(positions), context, len(lens), context, launched)
+        lines = np.repeat(batch.req_pool_indices.numpy(), width)
+        return self._logits(lines, positions, req_to_token, ready, is_draft=False)
 
     def _prefill(self, batch: Any, req_to_token: torch.Tensor, is_draft: bool) -> Any:
         ids = batch.input_ids.numpy()

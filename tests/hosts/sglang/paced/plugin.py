@@ -2,10 +2,15 @@
 
 $OUTRIDER_PACED switches it on: the name of a cost profile, or a JSON file with
 
-    {"profile": "h100-8b", "log": "passes.jsonl", "spin": 0.0002, "prefill_row": 2e-6}
+    {"profile": "h100-8b", "reads_each_row": true, "log": "passes.jsonl", "spin": 0.0002,
+     "prefill_row": 2e-6}
 
-of which only `profile` must be there. log: where passes are written; prefill_row: the target's and
-the draft model's, in seconds, instead of the profile's.
+of which only `profile` must be there.
+
+reads_each_row: the cache is read as by attention backends other than Outrider's, and there is
+    TARGET_VERIFY
+log: where passes are written
+prefill_row: the target's and the draft model's, in seconds, instead of the profile's
 """
 
 from __future__ import annotations
@@ -50,10 +55,10 @@ def make_device(setting: str) -> Device:
         )
         profile = dataclasses.replace(profile, target=target, draft=draft)
     log = options.pop("log", None)
-    spin = options.pop("spin", SPIN)
+    spin, reads_each_row = options.pop("spin", SPIN), options.pop("reads_each_row", False)
     if options:
         raise ValueError(f"unknown: {', '.join(options)}")
-    return Device(profile, Path(log) if log else None, spin)
+    return Device(profile, Path(log) if log else None, spin, reads_each_row)
 
 
 def _lay_hooks(setting: str) -> None:
@@ -86,8 +91,23 @@ def _lay_hooks(setting: str) -> None:
     }
     for name, (hook, kind) in hooks.items():
         HookRegistry.register(f"sglang.srt.{name}", hook, kind)
+    if make_device(setting).reads_each_row:
+        _verify_by_target()
     if file := os.environ.get(recorder.VARIABLE):
         recorder.register(Path(file))
+
+
+def _verify_by_target() -> None:
+    """Let Outrider use TARGET_VERIFY on torch_native, which stands for GPU backends here."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from outrider.hosts.sglang import settings
+
+    def agree(rows: torch.Tensor, padded: torch.Tensor) -> bool:
+        return bool((rows.argmax(-1) == padded.argmax(-1)).all())  # all that these logits have
+
+    settings.VERIFYING.append("torch_native")
+    HookRegistry.register("outrider.hosts.sglang.verify_pass._agree", agree, HookType.REPLACE)
 
 
 def _greedy_only(result: None, self: Any, vocab_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import time
@@ -218,3 +219,42 @@ def register_rules():
         ("worker.match", match),
     ):
         HookRegistry.register(f"outrider.hosts.sglang.{target}", hook, HookType.AROUND)
+
+
+def register_verify():
+    """Let torch_native run TARGET_VERIFY, if $OUTRIDER_TEST_VERIFY names a file.
+
+    SGLang runs it on GPU backends only. To the file each such pass appends its number of rows. If
+    the file begins with "shifted", the logits of each row are those of the row before.
+    """
+    path = os.environ.get("OUTRIDER_TEST_VERIFY")
+    if not path:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from outrider.hosts.sglang import settings
+
+    settings.VERIFYING.append("torch_native")
+
+    def forward_extend(original, self, q, k, v, layer, batch, *args, **options):
+        if batch.forward_mode.is_target_verify():
+            batch = copy.copy(batch)
+            width = batch.spec_info.draft_token_num
+            batch.extend_prefix_lens = batch.seq_lens
+            batch.extend_seq_lens = torch.full_like(batch.seq_lens, width)
+            batch.seq_lens = batch.seq_lens + width
+        return original(self, q, k, v, layer, batch, *args, **options)
+
+    def launch(original, self, *args):
+        result = original(self, *args)
+        logits = result.logits_output.next_token_logits
+        if Path(path).read_text().startswith("shifted"):
+            logits.copy_(logits.roll(1, 0))
+        with Path(path).open("a") as passes:
+            passes.write(f"{len(logits)}\n")
+        return result
+
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    HookRegistry.register(f"{backend}.forward_extend", forward_extend, HookType.AROUND)
+    passes = "outrider.hosts.sglang.verify_pass.VerifyPass"
+    HookRegistry.register(f"{passes}._launch", launch, HookType.AROUND)

@@ -1,0 +1,107 @@
+"""SGLang's own verify pass: chosen where it may be, checked before control uses it, and right.
+
+SGLang has TARGET_VERIFY on GPU backends only. Here torch_native is taught it: see
+`outrider_test_site.register_verify`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import workload
+
+from outrider.core import Unsupported
+from outrider.hosts.sglang.settings import VERIFYING, verify_pass
+from outrider.hosts.sglang.verify_pass import _agree
+
+MODEL = "stories15m"
+WIDTH = 5
+FLAGS = [
+    *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "torch_native"),
+    *("--max-total-tokens", "4096", "--max-running-requests", "16"),
+    *("--speculative-algorithm", "OUTRIDER", "--speculative-num-steps", str(WIDTH - 1)),
+]
+
+
+def arguments(backend, exact=False):
+    return SimpleNamespace(attention_backend=backend, enable_deterministic_inference=exact)
+
+
+@pytest.mark.parametrize("backend", VERIFYING)
+def test_control_may_choose_where_bits_are_not_promised(backend):
+    assert verify_pass(None, arguments(backend)) == "auto"
+    assert verify_pass(None, arguments(backend, exact=True)) == "rows"
+    assert verify_pass("rows", arguments(backend)) == "rows"
+    assert verify_pass("target_verify", arguments(backend)) == "target_verify"
+    with pytest.raises(Unsupported, match="deterministic"):
+        verify_pass("auto", arguments(backend, exact=True))
+
+
+@pytest.mark.parametrize("backend", ["outrider", "torch_native"])
+def test_rows_elsewhere(backend):
+    assert verify_pass(None, arguments(backend)) == "rows"
+    for asked in ("target_verify", "auto"):
+        with pytest.raises(Unsupported, match=backend):
+            verify_pass(asked, arguments(backend))
+
+
+def test_before_the_backend_is_known_nothing_is_refused():
+    assert verify_pass("target_verify", arguments(None)) == "target_verify"
+
+
+def test_rounding_agrees_and_other_rows_do_not():
+    logits = torch.randn(WIDTH, 1000, generator=torch.Generator().manual_seed(0))
+    assert _agree(logits, logits.bfloat16())
+    assert not _agree(logits, logits.roll(1, 0))
+    assert not _agree(logits, torch.full_like(logits, torch.nan))
+
+
+def body(text, tokens=40, **options):
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **options}
+    return {"text": text, "sampling_params": params}
+
+
+# repeated openings give n-grams something to find
+ASKED = [
+    *(body(f"{text} {text} {text}") for text in workload.OPENINGS),
+    # logprobs keep to rows
+    {**body(workload.OPENINGS[0]), "return_logprob": True},
+    # beyond the end of the context there is no room for padding
+    body("word " * 195, tokens=58),
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "drafter", "first"),
+    [("target_verify", "ngram", ""), ("auto", "adaptive", ""), ("auto", "adaptive", "shifted")],
+)
+def test_answers_and_passes(launch, model_dir, tmp_path, setting, drafter, first):
+    profile, passes = tmp_path / "profile.yaml", tmp_path / "passes"
+    profile.write_text(f"verify_pass: {setting}\ndrafter: {drafter}\n")
+    passes.write_text(f"{first}\n")
+    environment = {"OUTRIDER_CONFIG": str(profile), "OUTRIDER_TEST_VERIFY": str(passes)}
+    name = f"verify-{setting}{first}"
+    with launch(name, model_dir(MODEL), *FLAGS, **environment) as server:
+
+        def answers(concurrency, **options):
+            asked = [
+                ("/generate", {**ask, "sampling_params": {**ask["sampling_params"], **options}})
+                for ask in ASKED
+            ]
+            return [answer["output_ids"] for answer in server.ask_all(asked, concurrency)]
+
+        plain = answers(3, custom_params={"outrider": {"max_drafts": 0}})
+        assert passes.read_text() == f"{first}\n"
+        assert answers(1) == answers(3) == plain
+        log = server.log.read_text()
+    rows = [int(line) for line in passes.read_text().split()[bool(first) :]]
+    assert rows, "TARGET_VERIFY never ran"
+    assert all(count % WIDTH == 0 for count in rows)
+    if first:  # the check alone ran
+        assert rows == [WIDTH]
+        assert "TARGET_VERIFY is not used" in log
+    elif setting == "target_verify":
+        assert max(rows) > WIDTH  # several requests in one pass
+        assert len(rows) > 20
