@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -63,21 +62,10 @@ def launch(logs):
 @pytest.fixture(scope="session")
 def noisy(tmp_path_factory):
     """Return a function that makes a draft model of a model: its weights with some noise."""
-    import torch
-    from safetensors.torch import load_file, save_file
+    import parity
 
     def make(model: Path, noise: float = 0.1) -> Path:
-        path = tmp_path_factory.mktemp("draft") / f"{model.name}-noisy"
-        shutil.copytree(model, path, ignore=shutil.ignore_patterns("*.safetensors"))
-        weights = load_file(model / "model.safetensors")
-        generator = torch.Generator().manual_seed(0)
-        for name, weight in weights.items():
-            if weight.dim() == 2:
-                spread = weight.float().std() * noise
-                jitter = torch.randn(weight.shape, generator=generator) * spread
-                weights[name] = (weight.float() + jitter).to(weight.dtype)
-        save_file(weights, path / "model.safetensors")
-        return path
+        return parity.noisy(model, tmp_path_factory.mktemp("draft") / f"{model.name}-noisy", noise)
 
     return make
 

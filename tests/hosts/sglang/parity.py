@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import random
+import shutil
 import threading
 from pathlib import Path
 
@@ -19,6 +20,11 @@ ROOMY = [*COMMON, "--max-total-tokens", "4096", "--max-running-requests", "16"]
 TIGHT = [
     *COMMON,
     *("--max-total-tokens", "340", "--max-running-requests", "12"),
+    *("--schedule-conservativeness", "0.05", "--chunked-prefill-size", "48", "--enable-metrics"),
+]
+CROWD = [
+    *COMMON,
+    *("--max-total-tokens", "1600", "--max-running-requests", "64"),
     *("--schedule-conservativeness", "0.05", "--chunked-prefill-size", "48", "--enable-metrics"),
 ]
 STOCK = ["--attention-backend", "torch_native"]
@@ -75,6 +81,23 @@ def profile(folder):
     path = Path(folder) / "drafters.yaml"
     path.write_text(json.dumps({"drafter": "adaptive", "draft_bits": 4, "drafters": DRAFTERS}))
     return {"OUTRIDER_CONFIG": str(path)}
+
+
+def noisy(model, path, noise=0.1):
+    """Make a draft model of a model: its weights with some noise. Returns its path."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    weights = load_file(Path(model) / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            spread = weight.float().std() * noise
+            jitter = torch.randn(weight.shape, generator=generator) * spread
+            weights[name] = (weight.float() + jitter).to(weight.dtype)
+    save_file(weights, path / "model.safetensors")
+    return path
 
 
 def with_drafters(wishes):
@@ -161,14 +184,20 @@ def seeded_phases(count, max_new, processor):
     ]
 
 
-def compare_seeded(bare, ours, phases):
-    """Ask bare SGLang phase by phase, and ours, of all drafters, for all of it at once."""
+def compare_seeded(bare, ours, phases, concurrencies=(16,)):
+    """Ask bare SGLang phase by phase, and ours, of all drafters, for all of it at once.
+
+    concurrencies: the requests are shared among these, one after the other
+    """
     comparison = Comparison()
     expected = [ask_bare(bare, phase) for phase in phases]
     order = [(p, i) for p, phase in enumerate(phases) for i in range(len(phase))]
     random.Random(5).shuffle(order)
     mixed = [phases[p][i] for p, i in order]
-    answers = ask_in_a_storm(ours, with_drafters(mixed), 16)
+    asked, answers = with_drafters(mixed), []
+    for turn, concurrency in enumerate(concurrencies, start=1):
+        most = len(asked) * turn // len(concurrencies)
+        answers += ask_in_a_storm(ours, asked[len(answers) : most], concurrency)
     comparison.compare(mixed, [expected[p][i] for p, i in order], answers)
     ours.settle_down()
     return comparison

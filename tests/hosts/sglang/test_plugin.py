@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,8 @@ from outrider.core import Unsupported
 from outrider.hosts.sglang import contract, plugin, settings
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import Profile, load_profile, request_options
+
+TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny" / "target"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -220,6 +223,44 @@ def test_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CONFIG", str(other))
     with pytest.raises(Unsupported, match="speculative-draft-model-path"):
         settings.apply(arguments())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("drafter: sufix", "'sufix'; choose one of"),
+        ("drafters: {suffix: {depth: 3}}", "depth"),
+        ("drafters: {adaptive: {margn: 0.1}}", "margn"),
+    ],
+)
+def test_drafters_are_checked_before_anything_is_loaded(content, said, tmp_path, monkeypatch):
+    (tmp_path / "profile.yaml").write_text(content)
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "profile.yaml"))
+    with pytest.raises(Unsupported, match=said):
+        settings.apply(arguments())
+
+
+def test_drafters_of_other_packages_are_not_made(tmp_path, monkeypatch):
+    (tmp_path / "profile.yaml").write_text("drafters: {raising: {no_such_option: 1}}")
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "profile.yaml"))
+    settings.apply(arguments())  # the worker makes them, where they may need its device
+
+
+def test_a_draft_model_of_another_family_is_refused(model_dir):
+    paths = {"model_path": str(TINY), "tokenizer_path": None, "trust_remote_code": False}
+    for path, said in ((model_dir("stories15m"), "differs"), ("no/such/model", "cannot be loaded")):
+        with pytest.raises(Unsupported, match=said):
+            settings.apply(arguments(**paths, speculative_draft_model_path=str(path)))
+
+
+def test_what_is_wrong_is_the_last_line(launch, tmp_path):
+    (tmp_path / "profile.yaml").write_text("drafter: sufix")
+    flags = ["--speculative-algorithm", "OUTRIDER"]
+    server = launch("misspelt", TINY, *flags, OUTRIDER_CONFIG=str(tmp_path / "profile.yaml"))
+    assert server.process.wait(120) == 1
+    *_, last = server.log.read_text().splitlines()
+    assert last.startswith("outrider: drafter 'sufix'; choose one of")
+    assert "Load weight" not in server.log.read_text()
 
 
 def test_bits_are_those_of_a_draft_model(tmp_path, monkeypatch):

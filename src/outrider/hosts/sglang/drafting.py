@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sglang.srt.utils.hf_transformers_utils import get_tokenizer
-
 from outrider.control import AdaptiveDrafter, TieredDrafter, adaptive_drafter
 from outrider.core import (
     Budget,
@@ -33,7 +31,6 @@ from outrider.hosts.sglang.draft_weights import quantize
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
 from outrider.hosts.sglang.ranks import Message, Ranks
-from outrider.hosts.tokenizers import check_same_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -224,28 +221,11 @@ def _chosen(request: Any) -> str:
 
 
 def make_draft_worker(target_worker: Any, server_args: Any, **options: Any) -> Any:
-    """Load the draft model into a worker of SGLang's, beside the target; None if there is none.
-
-    Stops the server unless it reads the target's tokens.
-    """
+    """Load the draft model into a worker of SGLang's, beside the target; None if there is none."""
     if host().arguments(server_args).speculative_draft_model_path is None:
         return None
-    _check_tokenizers(target_worker, server_args)
     worker = host().draft_worker(target_worker, server_args, **options)
     bits = load_profile().draft_bits
     if bits is not None:
         quantize(worker.model_runner.model, bits)
     return worker
-
-
-def _check_tokenizers(target_worker: Any, server_args: Any) -> None:
-    args = host().arguments(server_args)
-
-    def load(path: str) -> Any:
-        return get_tokenizer(path, trust_remote_code=args.trust_remote_code)
-
-    target = target_worker.tokenizer or load(args.tokenizer_path)
-    try:
-        check_same_tokens(target, load(args.speculative_draft_model_path))
-    except Unsupported as error:
-        raise SystemExit(f"outrider: {error}") from error

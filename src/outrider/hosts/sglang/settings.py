@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Any
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang import tracing
 from outrider.hosts.sglang.profile import (
+    ADAPTIVE,
     MODEL,
     REPAIR_VARIABLE,
     TIERS,
+    Profile,
     load_profile,
     repair_wanted,
 )
+from outrider.hosts.tokenizers import check_same_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +97,9 @@ def apply(server_args: Any) -> None:
     if profile.tracing:
         tracing.check_installed()
     verify_pass(profile.verify_pass, server_args)
+    _check_drafters(profile, has_draft_model)
+    if has_draft_model:
+        _check_tokenizers(server_args)
 
     steps, rows = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
     if steps is None:
@@ -122,6 +129,42 @@ def apply(server_args: Any) -> None:
         logger.warning("mixed chunked prefill is off with speculation, as with SGLang's own")
     overlap = "off" if server_args.disable_overlap_schedule else "on"
     logger.info("K = %d; overlap scheduling is %s", steps, overlap)
+
+
+def _check_drafters(profile: Profile, has_draft_model: bool) -> None:
+    """Raise Unsupported for a drafter that is not there, or options that it does not have.
+
+    Those of other packages are made by the worker only: they may need its device.
+    """
+    from outrider.control import adaptive_drafter
+    from outrider.drafters.registry import GROUP, make_drafter
+
+    installed = {entry.name for entry in entry_points(group=GROUP)}
+    for name in profile.names(has_draft_model):
+        options = profile.drafters.get(name, {})
+        if name == ADAPTIVE:
+            try:
+                adaptive_drafter(None, **options)
+            except (TypeError, ValueError) as error:
+                raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
+        elif name not in (MODEL, TIERS, *installed):
+            make_drafter(name, options)
+
+
+def _check_tokenizers(server_args: Any) -> None:
+    """Raise Unsupported unless the draft model reads the target's tokens."""
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    target = server_args.tokenizer_path or server_args.model_path
+    found = []
+    for path in (target, server_args.speculative_draft_model_path):
+        try:
+            found.append(get_tokenizer(path, trust_remote_code=server_args.trust_remote_code))
+        except (OSError, ValueError) as error:
+            raise Unsupported(
+                f"the tokenizer of {path}", fix=f"it cannot be loaded: {error}"
+            ) from error
+    check_same_tokens(*found)
 
 
 def verify_pass(asked: str | None, server_args: Any) -> str:
