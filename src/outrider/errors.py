@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class OutriderError(Exception):
     """Base class of every error that Outrider raises on purpose."""
@@ -18,3 +20,11 @@ class Unsupported(OutriderError):
 
 class DraftFault(OutriderError):
     """A proposal that cannot be used. It costs speed only: the request goes on with K = 0."""
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise Unsupported unless an option has one of the allowed values."""
+    choices = tuple(allowed)
+    if value not in choices:
+        known = ", ".join(map(str, choices))
+        raise Unsupported(f"{name}={value!r:.80}", fix=f"choose one of {known}")
