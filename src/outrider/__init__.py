@@ -13,35 +13,29 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from outrider.core import Draft, Drafter, Proposal, SamplingParams, Stats, Unsupported, chain
     from outrider.drafters import ModelDrafter, NgramDrafter, NoDrafter, SuffixDrafter
-    from outrider.hosts.transformers import (
-        Generation,
-        Stream,
-        adaptive,
-        custom_generate,
-        generate,
-        stream,
-    )
+    from outrider.hosts.transformers.custom_generate import custom_generate
+    from outrider.hosts.transformers.generate import Generation, Stream, adaptive, generate, stream
     from outrider.kernels.quantized_linear import quantized_copy
 
 _HOMES = {
     "Draft": "outrider.core",
     "Drafter": "outrider.core",
-    "Generation": "outrider.hosts.transformers",
+    "Generation": "outrider.hosts.transformers.generate",
     "ModelDrafter": "outrider.drafters",
     "NgramDrafter": "outrider.drafters",
     "NoDrafter": "outrider.drafters",
     "Proposal": "outrider.core",
     "SamplingParams": "outrider.core",
     "Stats": "outrider.core",
-    "Stream": "outrider.hosts.transformers",
+    "Stream": "outrider.hosts.transformers.generate",
     "SuffixDrafter": "outrider.drafters",
     "Unsupported": "outrider.core",
-    "adaptive": "outrider.hosts.transformers",
+    "adaptive": "outrider.hosts.transformers.generate",
     "chain": "outrider.core",
-    "custom_generate": "outrider.hosts.transformers",
-    "generate": "outrider.hosts.transformers",
+    "custom_generate": "outrider.hosts.transformers.custom_generate",
+    "generate": "outrider.hosts.transformers.generate",
     "quantized_copy": "outrider.kernels.quantized_linear",
-    "stream": "outrider.hosts.transformers",
+    "stream": "outrider.hosts.transformers.generate",
 }
 
 __all__ = [

@@ -10,7 +10,11 @@ class OutriderError(Exception):
 
 
 class Unsupported(OutriderError):
-    """A combination that cannot be served exactly, refused instead of approximated."""
+    """A combination that cannot be served exactly, refused instead of approximated.
+
+    what: that was asked for
+    fix: what to do instead
+    """
 
     def __init__(self, what: str, *, fix: str) -> None:
         super().__init__(f"{what}; {fix}")

@@ -1,4 +1,4 @@
-"""`generate`, `stream` and `custom_generate` as a user calls them, on the models in the repo."""
+"""`generate` and `stream` as a user calls them, on the models in the repo."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ import outrider
 from outrider.core import FinishReason
 from outrider.drafters import ModelDrafter
 from outrider.hosts.transformers import NAME, Runner, TransformersHost
-
-TEXTS = ["The outrider", "At the bridge the toll-keeper", "The road was"]
-
-
-@pytest.fixture(scope="module")
-def pair(load, tokenizer):
-    """Return the tiny target (Llama), its draft (GPT-2), their tokenizer and prompts."""
-    tok = tokenizer("tiny-target")
-    return load("tiny-target"), load("tiny-draft"), tok, [tok.encode(text) for text in TEXTS]
 
 
 def hf_greedy(model, prompt, length=60):
@@ -191,26 +182,6 @@ def test_abandoned_stream_gives_its_slots_back(pair, monkeypatch):
     assert hosts[1].runner.pool.used_pages == 0
 
 
-def test_custom_generate(pair):
-    target, draft, tok, prompts = pair
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
-    expected = target.generate(ids, **options)
-    found = target.generate(ids, **options, custom_generate=outrider.custom_generate, drafter=draft)
-    assert torch.equal(found, expected)
-    # end tokens of the call, not of the model
-    options["eos_token_id"] = expected[0, longest + 5].item()
-    expected = target.generate(ids, **options)
-    found = target.generate(ids, **options, custom_generate=outrider.custom_generate, drafter=draft)
-    assert torch.equal(found, expected)
-    with pytest.raises(outrider.Unsupported, match="NoRepeatNGram"):
-        target.generate(
-            ids, **options, custom_generate=outrider.custom_generate, no_repeat_ngram_size=2
-        )
-
-
 def test_model_is_left_as_it_was(pair):
     target, draft, tok, prompts = pair
     before = target.config._attn_implementation
@@ -355,7 +326,7 @@ def test_what_is_no_prompt_is_refused(pair, prompt, error, message):
 def test_other_mistakes_that_people_make(pair):
     target, draft, tok, prompts = pair
     with pytest.raises(TypeError, match="is a BatchEncoding: pass its ids"):
-        outrider.generate(target, tok(TEXTS))
+        outrider.generate(target, tok(["The road", "At"]))
     with pytest.raises(TypeError, match="model is of type str: load it"):
         outrider.generate("gpt2", prompts)
     with pytest.raises(ValueError, match="min_survival"):

@@ -91,7 +91,10 @@ class Generation:
 
 @dataclass
 class Stream:
-    """An iterator over the steps of a generation. `result` fills as it goes."""
+    """An iterator over the steps of a generation, each a `StepEvent`.
+
+    result: is filled by each step
+    """
 
     result: Generation
     _events: Generator[StepEvent, None, None] = field(repr=False)
