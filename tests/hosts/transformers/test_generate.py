@@ -312,7 +312,7 @@ def test_wrong_options_are_refused_before_the_first_step(pair, options, error, m
         ([[5, 512]], ValueError, "prompt 0 has the token id 512, and the model's ids are 0 to 511"),
         ([[5], [-1]], ValueError, "prompt 1 has the token id -1"),
         ([[]], ValueError, "at least one token"),
-        ([[5] * 500], outrider.Unsupported, "500 tokens .* set max_tokens to 12 or less"),
+        ([[5] * 500], outrider.Unsupported, "500 tokens .* lower max_tokens to 12 or less"),
         ([[5] * 512], outrider.Unsupported, "shorten the prompt to fewer than 512 tokens"),
         ([[5] * 600], outrider.Unsupported, "600 tokens .* 512 positions; shorten the prompt"),
     ],

@@ -127,7 +127,7 @@ def _check_length(request: Request, max_length: int) -> None:
         raise Unsupported(
             f"prompt {request.id} of {prompt} tokens and max_tokens={most}, for a model of "
             f"{max_length} positions",
-            fix=f"set max_tokens to {max_length - prompt} or less"
+            fix=f"lower max_tokens to {max_length - prompt} or less"
             if prompt < max_length
             else f"shorten the prompt to fewer than {max_length} tokens",
         )
