@@ -11,34 +11,49 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from outrider.core import SamplingParams, Unsupported
-    from outrider.drafters import ModelDrafter, NgramDrafter, NoDrafter
-    from outrider.hosts.transformers import Generation, adaptive, custom_generate, generate, stream
+    from outrider.core import Draft, Drafter, Proposal, SamplingParams, Stats, Unsupported, chain
+    from outrider.drafters import ModelDrafter, NgramDrafter, NoDrafter, SuffixDrafter
+    from outrider.hosts.transformers.custom_generate import custom_generate
+    from outrider.hosts.transformers.generate import Generation, Stream, adaptive, generate, stream
     from outrider.kernels.quantized_linear import quantized_copy
 
 _HOMES = {
-    "Generation": "outrider.hosts.transformers",
+    "Draft": "outrider.core",
+    "Drafter": "outrider.core",
+    "Generation": "outrider.hosts.transformers.generate",
     "ModelDrafter": "outrider.drafters",
     "NgramDrafter": "outrider.drafters",
     "NoDrafter": "outrider.drafters",
+    "Proposal": "outrider.core",
     "SamplingParams": "outrider.core",
+    "Stats": "outrider.core",
+    "Stream": "outrider.hosts.transformers.generate",
+    "SuffixDrafter": "outrider.drafters",
     "Unsupported": "outrider.core",
-    "adaptive": "outrider.hosts.transformers",
-    "custom_generate": "outrider.hosts.transformers",
-    "generate": "outrider.hosts.transformers",
+    "adaptive": "outrider.hosts.transformers.generate",
+    "chain": "outrider.core",
+    "custom_generate": "outrider.hosts.transformers.custom_generate",
+    "generate": "outrider.hosts.transformers.generate",
     "quantized_copy": "outrider.kernels.quantized_linear",
-    "stream": "outrider.hosts.transformers",
+    "stream": "outrider.hosts.transformers.generate",
 }
 
 __all__ = [
+    "Draft",
+    "Drafter",
     "Generation",
     "ModelDrafter",
     "NgramDrafter",
     "NoDrafter",
+    "Proposal",
     "SamplingParams",
+    "Stats",
+    "Stream",
+    "SuffixDrafter",
     "Unsupported",
     "__version__",
     "adaptive",
+    "chain",
     "custom_generate",
     "generate",
     "quantized_copy",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class OutriderError(Exception):
     """Base class of every error that Outrider raises on purpose."""
 
 
 class Unsupported(OutriderError):
-    """A combination that cannot be served exactly, refused instead of approximated."""
+    """A combination that cannot be served exactly, refused instead of approximated.
+
+    what: that was asked for
+    fix: what to do instead
+    """
 
     def __init__(self, what: str, *, fix: str) -> None:
         super().__init__(f"{what}; {fix}")
@@ -18,3 +24,11 @@ class Unsupported(OutriderError):
 
 class DraftFault(OutriderError):
     """A proposal that cannot be used. It costs speed only: the request goes on with K = 0."""
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise Unsupported unless an option has one of the allowed values."""
+    choices = tuple(allowed)
+    if value not in choices:
+        known = ", ".join(map(str, choices))
+        raise Unsupported(f"{name}={value!r:.80}", fix=f"choose one of {known}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -151,11 +153,35 @@ def test_request_refuses_what_it_cannot_do():
         {"stop": ""},
         {"stop": ("a", "")},
         {"logprobs": -1},
+        {"max_tokens": 2.5},
+        {"max_tokens": None},
+        {"temperature": "0.7"},
+        {"top_k": 1.5},
+        {"top_p": "all"},
+        {"repetition_penalty": None},
+        {"seed": 0.5},
+        {"seed": 2**63},
+        {"logprobs": 1.5},
+        {"stop": 5},
+        {"stop": ("a", 5)},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ("</s>",)},
+        {"logit_bias": [1.0]},
+        {"logit_bias": {"a": 1.0}},
+        {"logit_bias": {3: float("nan")}},
+        {"grammar": "json"},
+        {"ignore_eos": "no"},
     ],
 )
 def test_sampling_params_are_checked(params):
-    with pytest.raises(ValueError, match=next(iter(params))):
+    ((name, value),) = params.items()
+    with pytest.raises(ValueError, match=f"^{name} must be .*, not {re.escape(repr(value))}$"):
         SamplingParams(**params)
+
+
+def test_sampling_params_of_numpy_and_biases():
+    params = SamplingParams(max_tokens=np.int64(3), top_p=np.float32(0.5), logit_bias={1: -np.inf})
+    assert params.max_tokens == 3
 
 
 def test_stats():

@@ -227,6 +227,16 @@ def test_compiled_loops_say_what_plain_ones_say():
     assert any(counts and max(counts) > 4 for counts, *_ in said)
 
 
+def test_another_value_of_the_switch_is_refused():
+    done = subprocess.run(
+        [sys.executable, "-c", "import outrider.drafters.compiled"],
+        env={**os.environ, "OUTRIDER_NUMBA": "off"},
+        capture_output=True,
+        text=True,
+    )
+    assert "Unsupported: OUTRIDER_NUMBA='off'; choose one of 0, 1" in done.stderr
+
+
 class Steps:
     """Times the steps of some requests whose texts are made of a few phrases."""
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from outrider import Unsupported
 from outrider.kernels.quantized_linear import (
     FEW_ROWS,
     QuantizedLinear,
     QuantizedWeight,
+    _warn_of_8_bits,
     quantized_copy,
 )
 
@@ -36,14 +38,30 @@ def test_close_to_the_original(bits, rows, bias, dtype):
     assert torch.equal(found, expected) == (rows > FEW_ROWS[bits])
 
 
-@pytest.mark.parametrize("width", [96, 64, 48])
-def test_widths(width):
-    """A group fits, or eight bits are used."""
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "bits"), [(64, 96, 4), (16, 64, 4), (64, 48, 8), (40, 64, 8), (1, 32, 8)]
+)
+def test_a_shape_that_4_bits_do_not_fit_is_kept_in_8_and_said(outputs, inputs, bits, caplog):
     torch.manual_seed(0)
-    weight, x = torch.randn(64, width), torch.randn(2, width)
+    _warn_of_8_bits.cache_clear()
+    weight, x = torch.randn(outputs, inputs), torch.randn(2, inputs)
     quantized = QuantizedWeight(weight, 4)
-    assert quantized.bits == (8 if width == 48 else 4)
-    assert error(quantized(x), x @ weight.T) < CLOSE[quantized.bits]
+    assert quantized.bits == bits
+    assert error(quantized(x), x @ weight.T) < CLOSE[bits]
+    assert (f"a weight of {outputs} x {inputs} is kept in 8 bits" in caplog.text) == (bits == 8)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 16, 0, -4, "4", None, True])
+def test_other_bits_are_refused(bits):
+    with pytest.raises(Unsupported, match=f"bits={bits!r}; choose one of 4, 8"):
+        quantized_copy(nn.Linear(64, 64), bits)
+
+
+def test_what_cannot_be_quantized_is_refused():
+    with pytest.raises(Unsupported, match="float64"):
+        quantized_copy(nn.Sequential(nn.Linear(64, 64).double()), 8)
+    with pytest.raises(Unsupported, match=r"without nn\.Linear"):
+        quantized_copy(nn.Sequential(nn.Embedding(4, 4)), 8)
 
 
 def test_a_narrower_range_is_chosen_where_it_errs_less():

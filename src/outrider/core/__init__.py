@@ -29,7 +29,7 @@ from outrider.core.rules import (
     verify_match,
     verify_residual,
 )
-from outrider.core.sampling import Grammar, SamplingParams
+from outrider.core.sampling import Grammar, SamplingParams, is_whole
 from outrider.core.settle import Outcome, Outcomes, settle
 from outrider.core.stats import Stats, at_least
 from outrider.core.target import TRANSFORMS, Rows, TargetLaw, target_law
@@ -72,6 +72,7 @@ __all__ = [
     "at_least",
     "chain",
     "gumbel_noise",
+    "is_whole",
     "likeliest",
     "match",
     "murmur_hash32",

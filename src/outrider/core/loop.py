@@ -56,20 +56,20 @@ class Budget:
 class Drafter(Protocol):
     """Proposes tokens. Whatever it does wrong costs speed only.
 
-    `start` and `stop` frame a request's life; `propose` may be called for any of the requests in
-    between, in any company; `observe` tells what was emitted, before the requests are extended.
+    A host calls `start` when a request begins and `stop` when it ends. In between, each step calls
+    `propose` and then `observe`, for any part of the running requests; `observe` comes before the
+    requests are extended. Keep what you know of a request by its `id`.
 
-    *Later.* A drafter may have one more method, `meanwhile()`: what can wait. A host calls it while
-    the target's pass runs, if it can; so `observe` may leave there what the next proposal does not
+    *Deferred work.* A drafter may have one more method, `meanwhile()`. A host that can calls it
+    while the target's pass runs: `observe` may leave work there that the next proposal does not
     need, and must not rely on the call.
 
     *Hidden states* (EAGLE, MTP). A drafter may have one more attribute, `hidden_layers`: the layers
-    of the target whose output it wants to read. 0 is the embedding, i the output of layer i; the
-    last layer's is what the head reads, after the final norm. `observe` then finds the states of
-    the rows that were kept in `Outcome.hidden`, the prompt's in the outcome of the first step: by
-    and by one for each token that the target has read. There may be none, or gaps: in a host that
-    does not give them (SGLang's, so far), for a prefix that was cached, or after a fault, when a
-    drafter is told its requests anew. It then drafts nothing, or without.
+    of the target whose output it reads. 0 is the embedding, i the output of layer i; the last
+    layer's is what the head reads, after the final norm. `observe` then finds the states of the
+    rows that were kept in `Outcome.hidden`; those of the prompt come with the first step. States
+    may be missing: the SGLang host does not give them yet, a cached prefix has none, and after a
+    fault a drafter is given its requests again. It then proposes nothing, or drafts without them.
     """
 
     name: str

@@ -102,6 +102,7 @@ class Draft(Generic[L_co]):
 
     tokens:  [K] token ids, parents before children
     parents: [K] index of each draft's parent among `tokens`, or ROOT
+    law: how the drafts were drawn: `PointMass()` claims nothing and always holds
     confidences: [K] how sure the drafter is of each draft, given those before it, from 0 to 1; or
              nothing, if it cannot say. They decide how many drafts are verified, and nothing else.
     """
@@ -139,7 +140,12 @@ def chain(
 def chain(
     tokens: Sequence[int], law: ChainLaw | None = None, *, confidences: Sequence[float] = ()
 ) -> Draft[Any]:
-    """Return a chain of drafts; without a law, nothing is claimed about them."""
+    """Return a chain of drafts, each of which follows the one before it.
+
+    tokens: [K] token ids
+    law: how they were drawn; without it, nothing is claimed about them
+    confidences: [K] how sure the drafter is of each, from 0 to 1; or nothing
+    """
     parents = tuple(range(-1, len(tokens) - 1))
     claimed = PointMass() if law is None else law
     return Draft(tuple(tokens), parents, claimed, tuple(confidences))

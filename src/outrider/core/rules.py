@@ -25,7 +25,7 @@ from torch import Tensor
 from outrider.core.coins import Coins, Stream
 from outrider.core.proposal import Bools, ChainLaw, Ints, Law, Proposal, Siblings
 from outrider.core.target import TargetLaw
-from outrider.errors import Unsupported
+from outrider.errors import check_choice
 
 RuleName = Literal["match", "residual", "block"]
 
@@ -208,8 +208,7 @@ VERIFY: dict[RuleName, Callable[[TargetLaw, Proposal[Any], Coins], Verdict]] = {
 
 def verify(rule: RuleName, p: TargetLaw, proposal: Proposal[Any], coins: Coins) -> Verdict:
     """Apply the rule of that name; it must fit the proposal's law."""
-    if rule not in VERIFY:
-        raise Unsupported(f"rule {rule!r}", fix=f"choose one of {', '.join(VERIFY)}")
+    check_choice("rule", rule, VERIFY)
     return VERIFY[rule](p, proposal, coins)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
 from torch import Tensor
 
@@ -14,6 +15,21 @@ Grammar = Callable[[Sequence[int]], Tensor]
 It returns a [V] bool tensor and must not remember calls: it is asked about paths that are never
 taken.
 """
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Say whether it is a whole number, of Python or numpy, and at least this one."""
+    return isinstance(value, Integral) and int(value) >= least
+
+
+def _is_real(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Say whether it is a finite number in this range."""
+    return isinstance(value, Real) and math.isfinite(value) and least <= float(value) <= most
+
+
+def _is_bias(value: object) -> bool:
+    """Say whether it can be added to a logit; -inf rules a token out."""
+    return isinstance(value, Real) and float(value) < math.inf
 
 
 @dataclass(frozen=True)
@@ -57,19 +73,33 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         allowed = {
-            "temperature must be finite and >= 0": 0 <= self.temperature < math.inf,
-            "top_k must be >= 0 (0 keeps all)": self.top_k >= 0,
-            "top_p must be in (0, 1]": 0 < self.top_p <= 1,
-            "min_p must be in [0, 1]": 0 <= self.min_p <= 1,
-            "repetition_penalty must be > 0": 0 < self.repetition_penalty < math.inf,
-            "frequency_penalty must be finite": math.isfinite(self.frequency_penalty),
-            "presence_penalty must be finite": math.isfinite(self.presence_penalty),
-            "seed must be in [0, 2**63)": self.seed is None or 0 <= self.seed < 2**63,
-            "max_tokens must be >= 1": self.max_tokens >= 1,
-            "a stop string must not be empty": all(self.stop_strings),
-            "logprobs must be >= 0": self.logprobs is None or self.logprobs >= 0,
+            "temperature must be finite and >= 0": _is_real(self.temperature, 0),
+            "top_k must be a whole number >= 0 (0 keeps all)": is_whole(self.top_k, 0),
+            "top_p must be in (0, 1]": _is_real(self.top_p, 0, 1) and self.top_p > 0,
+            "min_p must be in [0, 1]": _is_real(self.min_p, 0, 1),
+            "repetition_penalty must be finite and > 0": _is_real(self.repetition_penalty, 0)
+            and self.repetition_penalty > 0,
+            "frequency_penalty must be finite": _is_real(self.frequency_penalty),
+            "presence_penalty must be finite": _is_real(self.presence_penalty),
+            "logit_bias must be numbers < inf by token id": isinstance(self.logit_bias, Mapping)
+            and all(is_whole(t, 0) and _is_bias(b) for t, b in self.logit_bias.items()),
+            "grammar must be a function": self.grammar is None or callable(self.grammar),
+            "seed must be a whole number in [0, 2**63)": self.seed is None
+            or (is_whole(self.seed, 0) and self.seed < 2**63),
+            "max_tokens must be a whole number >= 1": is_whole(self.max_tokens, 1),
+            "stop must be a string or strings, and not empty": isinstance(self.stop, Sequence)
+            and all(isinstance(stop, str) and stop for stop in self.stop_strings),
+            "stop_token_ids must be token ids": isinstance(self.stop_token_ids, Collection)
+            and all(is_whole(token, 0) for token in self.stop_token_ids),
+            "ignore_eos must be True or False": isinstance(self.ignore_eos, bool),
+            "logprobs must be a whole number >= 0": self.logprobs is None
+            or is_whole(self.logprobs, 0),
         }
-        broken = [rule for rule, holds in allowed.items() if not holds]
+        broken = [
+            f"{rule}, not {getattr(self, rule.partition(' ')[0])!r:.80}"
+            for rule, holds in allowed.items()
+            if not holds
+        ]
         if broken:
             raise ValueError("; ".join(broken))
 

@@ -1,6 +1,6 @@
 """Loops over tokens, compiled by numba where it is installed; else the same functions, slower.
 
-Both give the same results: there is one source. OUTRIDER_NUMBA=0 leaves numba alone.
+Both give the same results: there is one source. OUTRIDER_NUMBA=0 does without numba.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from outrider.errors import check_choice
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+NUMBA = "OUTRIDER_NUMBA"
+"""Environment variable: "0" runs the loops in plain Python; by default numba is used if present."""
 
 IS_COMPILED = False
 """Whether loops are compiled here."""
 
+check_choice(NUMBA, os.environ.get(NUMBA, "1"), ("0", "1"))
 try:
-    if os.environ.get("OUTRIDER_NUMBA") != "0":
+    if os.environ.get(NUMBA) != "0":
         import numba
 
         IS_COMPILED = True

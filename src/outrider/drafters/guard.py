@@ -45,6 +45,8 @@ class GuardedDrafter:
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int, timeout: float | None = None) -> None:
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"a drafter's time-out must be > 0 seconds or None, not {timeout!r}")
         self.name = drafter.name
         self.hidden_layers: tuple[int, ...] = tuple(getattr(drafter, "hidden_layers", ()))
         self.fallbacks: Counter[str] = Counter()
@@ -54,7 +56,7 @@ class GuardedDrafter:
         self._look = getattr(drafter, "look", None)
         self._vocab_size = vocab_size
         self._timeout = timeout
-        self._thread = ThreadPoolExecutor(1, "outrider-draft") if timeout else None
+        self._thread = ThreadPoolExecutor(1, "outrider-draft") if timeout is not None else None
         self._stuck: Future[Any] | None = None
         self._rest, self._next_rest = 0, 1
         self._known: dict[int, Request] = {}

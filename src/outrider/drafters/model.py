@@ -132,6 +132,8 @@ class ModelDrafter(Generic[S]):
         min_survival: float = 0.6,
         siblings: int = 0,
     ) -> None:
+        if not 0 <= min_survival <= 1 or siblings < 0:
+            raise ValueError("need 0 <= min_survival <= 1 and siblings >= 0")
         self._model = model
         self._vocab_size = vocab_size
         self._min_survival = min_survival

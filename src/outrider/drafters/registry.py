@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -22,13 +22,16 @@ OURS: Mapping[str, Callable[..., Drafter]] = {
 """Those that come with Outrider and need no model."""
 
 
-def make_drafter(name: str, options: Mapping[str, Any]) -> Drafter:
-    """Return a new drafter of that name, made with these options."""
+def make_drafter(name: str, options: Mapping[str, Any], *, others: Iterable[str] = ()) -> Drafter:
+    """Return a new drafter of that name, made with these options.
+
+    others: names that the caller makes itself, for the message about an unknown one
+    """
     factory = OURS.get(name)
     if factory is None:
         found = {entry.name: entry for entry in entry_points(group=GROUP)}
         if name not in found:
-            known = ", ".join(sorted([*OURS, *found]))
+            known = ", ".join(sorted({*OURS, *found, *others}))
             raise Unsupported(f"drafter {name!r}", fix=f"choose one of {known}, or install it")
         factory = found[name].load()
     try:

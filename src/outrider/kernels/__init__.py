@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from outrider.errors import check_choice
+
 KERNELS = "OUTRIDER_KERNELS"
 """Environment variable: "torch" or "triton" for all devices; unset: Triton on GPUs."""
 
@@ -17,9 +19,10 @@ def use_triton(device: torch.device) -> bool:
     On CPU they do only if asked for, and need Triton's interpreter (TRITON_INTERPRET=1).
     """
     asked = os.environ.get(KERNELS)
-    if asked not in (None, "torch", "triton"):
-        raise ValueError(f"{KERNELS}={asked}: use torch or triton, or unset it")
-    return asked == "triton" or (asked is None and device.type == "cuda")
+    if asked is None:
+        return device.type == "cuda"
+    check_choice(KERNELS, asked, ("torch", "triton"))
+    return asked == "triton"
 
 
 def arch(device: torch.device) -> str:

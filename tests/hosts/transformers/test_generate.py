@@ -1,4 +1,4 @@
-"""`generate`, `stream` and `custom_generate` as a user calls them, on the models in the repo."""
+"""`generate` and `stream` as a user calls them, on the models in the repo."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ import outrider
 from outrider.core import FinishReason
 from outrider.drafters import ModelDrafter
 from outrider.hosts.transformers import NAME, Runner, TransformersHost
-
-TEXTS = ["The outrider", "At the bridge the toll-keeper", "The road was"]
-
-
-@pytest.fixture(scope="module")
-def pair(load, tokenizer):
-    """Return the tiny target (Llama), its draft (GPT-2), their tokenizer and prompts."""
-    tok = tokenizer("tiny-target")
-    return load("tiny-target"), load("tiny-draft"), tok, [tok.encode(text) for text in TEXTS]
 
 
 def hf_greedy(model, prompt, length=60):
@@ -191,26 +182,6 @@ def test_abandoned_stream_gives_its_slots_back(pair, monkeypatch):
     assert hosts[1].runner.pool.used_pages == 0
 
 
-def test_custom_generate(pair):
-    target, draft, tok, prompts = pair
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
-    expected = target.generate(ids, **options)
-    found = target.generate(ids, **options, custom_generate=outrider.custom_generate, drafter=draft)
-    assert torch.equal(found, expected)
-    # end tokens of the call, not of the model
-    options["eos_token_id"] = expected[0, longest + 5].item()
-    expected = target.generate(ids, **options)
-    found = target.generate(ids, **options, custom_generate=outrider.custom_generate, drafter=draft)
-    assert torch.equal(found, expected)
-    with pytest.raises(outrider.Unsupported, match="NoRepeatNGram"):
-        target.generate(
-            ids, **options, custom_generate=outrider.custom_generate, no_repeat_ngram_size=2
-        )
-
-
 def test_model_is_left_as_it_was(pair):
     target, draft, tok, prompts = pair
     before = target.config._attn_implementation
@@ -233,9 +204,11 @@ def test_model_loaded_with_our_attention(pair):
 
 def test_one_prompt_in_every_form(pair):
     target, draft, tok, prompts = pair
-    forms = [prompts[0], [prompts[0]], torch.tensor(prompts[0]), torch.tensor([prompts[0]])]
+    one = prompts[0]
+    forms = [one, [one], (tuple(one),), np.array(one), np.array([one]), [np.array(one)]]
+    forms += [torch.tensor(one), torch.tensor([one]), [torch.tensor(one)]]
     outputs = [outrider.generate(target, f, sampling={"max_tokens": 9}).outputs for f in forms]
-    assert outputs == [outputs[0]] * 4
+    assert outputs == [outputs[0]] * len(forms)
 
 
 def test_draft_shorter_than_the_text(pair):
@@ -269,21 +242,11 @@ def test_draft_of_another_vocabulary_size(pair):
         assert done.stats.accepted > 0
 
 
-def test_refusals(pair, load):
+def test_refusals(pair):
     target, draft, tok, prompts = pair
     refused = outrider.Unsupported
-    with pytest.raises(refused, match="drafter 'eagle'"):
-        outrider.generate(target, prompts, drafter="eagle")
     with pytest.raises(refused, match="rule='residual'"):
         outrider.generate(target, prompts, rule="residual", exactness="bitwise")
-    with pytest.raises(refused, match="512 positions"):
-        outrider.generate(target, prompts, sampling={"max_tokens": 600})
-    with pytest.raises(ValueError, match="max_drafts"):
-        outrider.generate(target, prompts, max_drafts=-1)
-    with pytest.raises(ValueError, match="2 sampling parameters for 3 prompts"):
-        outrider.generate(target, prompts, sampling=[{}, {}])
-    with pytest.raises(TypeError, match="temprature"):
-        outrider.generate(target, prompts, sampling={"temprature": 1.0})
     nameless = shallow(target, 2)
     nameless.config.name_or_path = ""
     with pytest.raises(refused, match="draft's tokenizer"):
@@ -294,6 +257,83 @@ def test_refusals(pair, load):
             outrider.generate(target, prompts)
     finally:
         target.eval()
+
+
+@pytest.mark.parametrize("value", ["bitwize", "Law", "", None, True, 1])
+@pytest.mark.parametrize("option", ["exactness", "rule"])
+def test_an_option_with_few_values_takes_no_other(pair, option, value):
+    target, draft, tok, prompts = pair
+    with pytest.raises(outrider.Unsupported, match=f"{option}={value!r}; choose one of "):
+        outrider.stream(target, prompts, **{option: value})
+    if option == "exactness":
+        for edge in (Runner, TransformersHost):
+            with pytest.raises(outrider.Unsupported, match="choose one of law, bitwise"):
+                edge(target, value)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"drafter": "eagle"}, outrider.Unsupported, "'eagle'; choose one of adaptive, .*ngram"),
+        ({"drafter": ""}, outrider.Unsupported, "drafter ''; choose one of adaptive"),
+        ({"drafter": 5}, TypeError, "drafter is int: pass a name, a Transformers model, or"),
+        ({"drafter": outrider.SuffixDrafter}, TypeError, "drafter is the class SuffixDrafter"),
+        ({"max_drafts": -1}, ValueError, "max_drafts must be a whole number >= 0, not -1"),
+        ({"max_drafts": 2.5}, ValueError, "max_drafts must be a whole number >= 0, not 2.5"),
+        ({"max_drafts": "8"}, ValueError, "max_drafts must be a whole number >= 0, not '8'"),
+        ({"draft_timeout": 0}, ValueError, "> 0 seconds"),
+        ({"draft_timeout": -1.0}, ValueError, "> 0 seconds"),
+        ({"sampling": [{}, {}]}, ValueError, "2 sampling parameters for 3 prompts"),
+        ({"sampling": "greedy"}, TypeError, "sampling is of type str: pass SamplingParams"),
+        ({"sampling": 0.7}, TypeError, "sampling is of type float: pass SamplingParams"),
+        ({"sampling": {"temprature": 1.0}}, TypeError, "temprature"),
+        ({"sampling": {"max_tokens": 2.5}}, ValueError, "a whole number >= 1, not 2.5"),
+        ({"sampling": {"logit_bias": {512: 1.0}}}, ValueError, "logit_bias has .* id 512, .* 511"),
+        ({"sampling": {"stop_token_ids": (-0, 999)}}, ValueError, "stop_token_ids has .* id 999"),
+        ({"sampling": {"logprobs": 513}}, ValueError, "logprobs=513 of a vocabulary of 512"),
+        ({"sampling": {"stop": "x"}}, ValueError, "stop strings need a tokenizer"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_first_step(pair, options, error, message):
+    target, draft, tok, prompts = pair
+    with pytest.raises(error, match=message):
+        outrider.stream(target, prompts, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ("The road", TypeError, r"input_ids is text: .* tokenizer\.encode\(text\)"),
+        (["The road", "At"], TypeError, "prompt 0 has text at position 0: pass token ids"),
+        ({"input_ids": [[1]]}, TypeError, r"is a dict: pass its ids, .* tokenizer\(texts\)\["),
+        (torch.tensor([0.5, 1.0]), TypeError, "prompt 0 has float at position 0"),
+        (torch.ones(1, 1, 2, dtype=torch.int64), TypeError, "prompt 0 has list at position 0"),
+        ([[1, 2], [3, None]], TypeError, "prompt 1 has NoneType at position 1"),
+        ([[5, 512]], ValueError, "prompt 0 has the token id 512, and the model's ids are 0 to 511"),
+        ([[5], [-1]], ValueError, "prompt 1 has the token id -1"),
+        ([[]], ValueError, "at least one token"),
+        ([[5] * 500], outrider.Unsupported, "500 tokens .* lower max_tokens to 12 or less"),
+        ([[5] * 512], outrider.Unsupported, "shorten the prompt to fewer than 512 tokens"),
+        ([[5] * 600], outrider.Unsupported, "600 tokens .* 512 positions; shorten the prompt"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(pair, prompt, error, message):
+    target, draft, tok, prompts = pair
+    with pytest.raises(error, match=message):
+        outrider.stream(target, prompt)
+
+
+def test_other_mistakes_that_people_make(pair):
+    target, draft, tok, prompts = pair
+    with pytest.raises(TypeError, match="is a BatchEncoding: pass its ids"):
+        outrider.generate(target, tok(["The road", "At"]))
+    with pytest.raises(TypeError, match="model is of type str: load it"):
+        outrider.generate("gpt2", prompts)
+    with pytest.raises(ValueError, match="min_survival"):
+        ModelDrafter(Runner(draft), 512, min_survival=2.0)
+    with pytest.raises(ValueError, match="siblings"):
+        ModelDrafter(Runner(draft), 512, siblings=-1)
+    assert outrider.generate(target, []).outputs == []
 
 
 @pytest.mark.models

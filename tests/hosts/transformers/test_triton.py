@@ -74,5 +74,7 @@ def test_who_runs_as_triton(monkeypatch):
     monkeypatch.setenv(KERNELS, "torch")
     assert not use_triton(torch.device("cuda"))
     monkeypatch.setenv(KERNELS, "cuda")
-    with pytest.raises(ValueError, match="use torch or triton"):
+    with pytest.raises(
+        outrider.Unsupported, match="OUTRIDER_KERNELS='cuda'; choose one of torch, "
+    ):
         use_triton(torch.device("cpu"))

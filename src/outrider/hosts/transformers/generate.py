@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.control import AdaptiveDrafter, adaptive_drafter
@@ -20,10 +19,10 @@ from outrider.core import (
     Proposal,
     Request,
     RuleName,
-    SamplingParams,
     Stats,
     Step,
     Unsupported,
+    is_whole,
     step,
 )
 from outrider.drafters import (
@@ -32,13 +31,14 @@ from outrider.drafters import (
     NoDrafter,
     make_drafter,
 )
+from outrider.errors import check_choice
 from outrider.hosts.transformers.host import TransformersHost
+from outrider.hosts.transformers.requests import Prompts, SamplingLike, make_requests
 from outrider.hosts.transformers.runner import Exactness, Runner
 from outrider.hosts.transformers.tokenizers import check_same_tokenizer
 from outrider.kernels.sample_match import DeviceCoins
 
 DrafterLike: TypeAlias = "Drafter | PreTrainedModel | str | None"
-SamplingLike: TypeAlias = "SamplingParams | Mapping[str, Any] | None"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,10 @@ class Generation:
 
 @dataclass
 class Stream:
-    """An iterator over the steps of a generation. `result` fills as it goes."""
+    """An iterator over the steps of a generation, each a `StepEvent`.
+
+    result: is filled by each step
+    """
 
     result: Generation
     _events: Generator[StepEvent, None, None] = field(repr=False)
@@ -108,10 +111,51 @@ class Stream:
 
 
 def generate(
-    model: PreTrainedModel, input_ids: Tensor | Sequence[Any], **options: Any
+    model: PreTrainedModel,
+    input_ids: Prompts,
+    *,
+    drafter: DrafterLike = "ngram",
+    sampling: SamplingLike | Sequence[SamplingLike] = None,
+    max_drafts: int = 8,
+    rule: RuleName = "match",
+    exactness: Exactness = "law",
+    tokenizer: Any = None,
+    draft_tokenizer: Any = None,
+    draft_timeout: float | None = None,
 ) -> Generation:
-    """Generate as plain decoding would, faster. Options are those of `stream`."""
-    run = stream(model, input_ids, **options)
+    """Generate what plain decoding would generate, in fewer passes of the model.
+
+    model: any decoder-only causal LM of Transformers, in eval mode
+    input_ids: one prompt or several, as token ids: a list, a list of lists, or a tensor [L] or
+        [B, L] without padding
+    drafter: "ngram", "suffix", "adaptive" (chooses in each step), "none", the name of an installed
+        drafter, a smaller model with the same tokenizer, or a `Drafter` such as that of `adaptive`
+    sampling: `SamplingParams` or a dict of its fields, for all prompts or one for each; greedy and
+        at most 128 tokens by default
+    max_drafts: the most draft tokens for a prompt in one step; 0 is plain decoding
+    rule: how drafts are verified: "match" emits the tokens of plain decoding with the same seed;
+        "residual" and "block" keep the distribution and use other random numbers
+    exactness: "law", lossless given the logits; or "bitwise", where also the logits do not depend
+        on the drafts or the batch, so that the tokens are those of plain decoding
+    tokenizer: the model's; needed for stop strings, and compared with the draft model's
+    draft_tokenizer: the draft model's, if it cannot be loaded from beside its weights
+    draft_timeout: seconds that a drafter may take in one step; None is no limit
+
+    Raises `Unsupported` for what cannot be served exactly, and TypeError or ValueError for
+    arguments that are wrong in themselves.
+    """
+    run = stream(
+        model,
+        input_ids,
+        drafter=drafter,
+        sampling=sampling,
+        max_drafts=max_drafts,
+        rule=rule,
+        exactness=exactness,
+        tokenizer=tokenizer,
+        draft_tokenizer=draft_tokenizer,
+        draft_timeout=draft_timeout,
+    )
     for _ in run:
         pass
     return run.result
@@ -119,7 +163,7 @@ def generate(
 
 def stream(
     model: PreTrainedModel,
-    input_ids: Tensor | Sequence[Any],
+    input_ids: Prompts,
     *,
     drafter: DrafterLike = "ngram",
     sampling: SamplingLike | Sequence[SamplingLike] = None,
@@ -130,37 +174,20 @@ def stream(
     draft_tokenizer: Any = None,
     draft_timeout: float | None = None,
 ) -> Stream:
-    """Start to generate, and return an iterator over the steps.
+    """Start what `generate` does, with the same arguments, and return an iterator over the steps.
 
-    model: any decoder-only causal LM of Transformers, in eval mode
-    input_ids: one prompt or several: a tensor [L] or [B, L] without padding, or lists of ids
-    drafter: "ngram", "suffix", "adaptive" (both, as far as they pay), "none", a smaller model with
-        the same tokenizer, or a Drafter, such as that of `adaptive`
-    sampling: parameters for all prompts, or for each; greedy by default
-    max_drafts: K, the most drafts for a request in one step
-    rule: how drafts are verified; "match" emits the tokens of plain decoding with the same seed
-    exactness: "law", exact given the logits; or "bitwise", where the logits do not depend on the
-        drafts or the batch either, so that the tokens are those of plain decoding
-    tokenizer: for stop strings, and to compare with the draft model's
-    draft_tokenizer: the draft model's, where it cannot be loaded from beside its weights
-    draft_timeout: seconds that a drafter may take in one step
+    Arguments are checked here, before the first step.
     """
-    if max_drafts < 0:
-        raise ValueError("max_drafts must be >= 0")
+    check_choice("rule", rule, get_args(RuleName))
+    if not is_whole(max_drafts, 0):
+        raise ValueError(f"max_drafts must be a whole number >= 0, not {max_drafts!r}")
     if rule != "match" and exactness == "bitwise":
         raise Unsupported(
             f"exactness='bitwise' with rule={rule!r}, whose tokens depend on the drafts",
             fix="use rule='match'",
         )
     host = TransformersHost(model, exactness)
-    requests = _requests(model, input_ids, sampling, tokenizer)
-    for request in requests:
-        if request.length + request.sampling.max_tokens > host.runner.max_length:
-            raise Unsupported(
-                f"{request.length} + {request.sampling.max_tokens} tokens in a model of "
-                f"{host.runner.max_length} positions",
-                fix="lower max_tokens",
-            )
+    requests = make_requests(host.runner, input_ids, sampling, tokenizer)
     found = _drafter(drafter, model, host.runner, tokenizer, draft_tokenizer)
     guarded = GuardedDrafter(found, host.runner.vocab_size, draft_timeout)
     host.read_hidden(guarded.hidden_layers)
@@ -226,50 +253,6 @@ def _record_logprobs(done: Step, result: Generation) -> None:
             result.logprobs[outcome.request.id].append(entry)
 
 
-def _requests(
-    model: PreTrainedModel,
-    input_ids: Tensor | Sequence[Any],
-    sampling: SamplingLike | Sequence[SamplingLike],
-    tokenizer: Any,
-) -> list[Request]:
-    ids = input_ids.tolist() if isinstance(input_ids, Tensor) else list(input_ids)
-    prompts = [ids] if ids and isinstance(ids[0], int) else ids
-    if isinstance(sampling, Sequence):
-        if len(sampling) != len(prompts):
-            raise ValueError(f"{len(sampling)} sampling parameters for {len(prompts)} prompts")
-        wanted = list(sampling)
-    else:
-        wanted = [sampling] * len(prompts)
-    # from torch's own generator, so that torch.manual_seed makes a run repeatable
-    seeds = torch.randint(2**62, (len(prompts),)).tolist()
-    ends = _end_tokens(model)
-    return [
-        Request(
-            id=i,
-            prompt=tuple(int(token) for token in prompt),
-            sampling=params,
-            seed=seed if params.seed is None else params.seed,
-            eos_token_ids=ends,
-            detokenize=tokenizer.decode if tokenizer is not None else None,
-        )
-        for i, (prompt, params, seed) in enumerate(
-            zip(prompts, map(_sampling, wanted), seeds, strict=True)
-        )
-    ]
-
-
-def _sampling(given: SamplingLike) -> SamplingParams:
-    if isinstance(given, SamplingParams):
-        return given
-    return replace(SamplingParams(), **(given or {}))
-
-
-def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    config = model.generation_config
-    ends = config.eos_token_id if config is not None else model.config.eos_token_id
-    return frozenset([ends] if isinstance(ends, int) else ends or ())
-
-
 def _drafter(
     given: DrafterLike,
     model: PreTrainedModel,
@@ -282,11 +265,19 @@ def _drafter(
     if given == AdaptiveDrafter.name:
         return adaptive_drafter()
     if isinstance(given, str):
-        return make_drafter(given, {})
+        return make_drafter(given, {}, others=[AdaptiveDrafter.name])
     if isinstance(given, PreTrainedModel):
         if given is not model:
             check_same_tokenizer(model, given, tokenizer, draft_tokenizer)
         return ModelDrafter(Runner(given), runner.vocab_size)
+    needed = ("name", "start", "propose", "observe", "stop")
+    missing = [name for name in needed if not hasattr(given, name)]
+    if missing or isinstance(given, type):
+        what = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+        raise TypeError(
+            f"drafter is {what}: pass a name, a Transformers model, or an object with "
+            f"{', '.join(needed)}"
+        )
     return given
 
 
@@ -296,7 +287,7 @@ def adaptive(
     *,
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
-    **options: Any,
+    trace: str | Path | None = None,
 ) -> AdaptiveDrafter:
     """Return a drafter that chooses, in each step, among lookups, a draft model and none.
 
@@ -304,12 +295,14 @@ def adaptive(
 
     model: the one that is to be sped up
     draft: a smaller one with the same tokenizer
-    options: those of `outrider.control.adaptive_drafter`
+    tokenizer, draft_tokenizer: those of the two models, if they cannot be loaded from beside their
+        weights
+    trace: a file to which each step is appended, as a line of JSON
     """
     if draft is None:
-        return adaptive_drafter(**options)
+        return adaptive_drafter(trace=trace)
     if draft is not model:
         check_same_tokenizer(model, draft, tokenizer, draft_tokenizer)
     # how far to go is for control to say
     drafts = ModelDrafter(Runner(draft), Runner(model).vocab_size, min_survival=0.0, siblings=1)
-    return adaptive_drafter(drafts, **options)
+    return adaptive_drafter(drafts, trace=trace)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 from weakref import WeakSet
 
 import torch
@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from outrider.core import ROOT, Request, Unsupported
+from outrider.errors import check_choice
 from outrider.hosts.transformers.pool import CachedSequence, KVPool
 from outrider.kernels import arch, use_triton
 from outrider.kernels.paged_attention import (
@@ -79,6 +80,7 @@ class Runner:
     max_catch_up = 4096
 
     def __init__(self, model: PreTrainedModel, exactness: Exactness = "law") -> None:
+        check_choice("exactness", exactness, get_args(Exactness))
         _check_model(model)
         self.model = model
         self.exactness = exactness
@@ -374,6 +376,11 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def _check_model(model: PreTrainedModel) -> None:
+    if not hasattr(model, "config"):
+        raise TypeError(
+            f"model is of type {type(model).__name__}: "
+            "load it with transformers.AutoModelForCausalLM.from_pretrained"
+        )
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",

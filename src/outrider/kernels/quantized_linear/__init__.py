@@ -7,10 +7,14 @@ bytes is up to four times the speed. The target never uses these, so the output 
 from __future__ import annotations
 
 import copy
-from typing import Literal, TypeVar, cast
+import logging
+from functools import lru_cache
+from typing import Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
+
+from outrider.errors import Unsupported, check_choice
 
 __all__ = ["Bits", "QuantizedLinear", "QuantizedWeight", "quantized_copy"]
 
@@ -18,30 +22,43 @@ Bits = Literal[4, 8]
 FEW_ROWS = {4: 8, 8: 4}
 """Up to so many rows the product of few bits is the faster one on CPU (measured with AVX-512)."""
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 GROUPS = (32, 64, 128, 256)
 """How many 4-bit weights of an output may share a scale: the fewer, the closer."""
+
+OUTPUTS = 16
+"""torch packs 4-bit weights for a multiple of so many outputs."""
 
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Shares of a group's range that are tried: a narrower one errs on the extremes and is finer."""
 
+logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
 
 
 class QuantizedWeight(nn.Module):
     """A matrix in few bits, and its product with a few rows.
 
-    8 bits: one scale for each output. 4 bits: a scale and a zero for each group of inputs; a matrix
-    whose width no group divides is kept in 8.
+    8 bits: one scale for each output. 4 bits: a scale and a zero for each group of inputs. A matrix
+    whose inputs no group divides, or whose outputs are no multiple of 16, is kept in 8 bits; a
+    warning says so.
     """
 
     def __init__(self, weight: Tensor, bits: Bits) -> None:
         super().__init__()
-        if weight.device.type != "cpu":
-            raise NotImplementedError("weights of few bits are for CPU so far")
-        group = next((g for g in GROUPS if weight.shape[1] % g == 0), None)
-        self.bits: Bits = 8 if group is None else bits
-        self.group = group or 0
-        self.outputs = len(weight)
+        check_choice("bits", bits, get_args(Bits))
+        if weight.device.type != "cpu" or weight.dtype not in DTYPES:
+            raise Unsupported(
+                f"{bits}-bit weights from {weight.dtype} on {weight.device}",
+                fix="use float32, bfloat16 or float16 on CPU; elsewhere load a quantized model",
+            )
+        self.outputs, inputs = weight.shape
+        self.group = next((g for g in GROUPS if inputs % g == 0), 0)
+        fits = self.group > 0 and self.outputs % OUTPUTS == 0
+        self.bits: Bits = bits if fits else 8
+        if self.bits != bits:
+            _warn_of_8_bits(self.outputs, inputs)
         packed, scale = self._pack4(weight) if self.bits == 4 else self._pack8(weight)
         self.register_buffer("packed", packed)
         self.register_buffer("scale", scale)
@@ -111,12 +128,37 @@ class QuantizedLinear(nn.Module):
         return out if self.linear.bias is None else out + self.linear.bias
 
 
+@lru_cache(maxsize=64)
+def _warn_of_8_bits(outputs: int, inputs: int) -> None:
+    """Warn once for each shape."""
+    logger.warning(
+        "a weight of %d x %d is kept in 8 bits: 4 bits need outputs divisible by %d and inputs "
+        "divisible by %d",
+        *(outputs, inputs, OUTPUTS, GROUPS[0]),
+    )
+
+
 def quantized_copy(model: M, bits: Bits = 4) -> M:
-    """Return a copy of a model with linear layers of few bits. Its other weights are shared."""
+    """Return a copy of a model with linear layers of few bits. Its other weights are shared.
+
+    Use it for a draft model: the target's answers do not change, the drafts cost less.
+
+    model: on CPU, in float32, bfloat16 or float16
+    bits: 4 or 8; a layer whose shape does not allow 4 is kept in 8, with a warning
+    """
+    check_choice("bits", bits, get_args(Bits))
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied = copy.deepcopy(model, shared)
-    for module in list(copied.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and not isinstance(module, QuantizedLinear):
-                setattr(module, name, QuantizedLinear(child, bits))
+    found = [
+        (module, name, child)
+        for module in copied.modules()
+        for name, child in module.named_children()
+        if type(child) is nn.Linear and not isinstance(module, QuantizedLinear)
+    ]
+    if not found:
+        raise Unsupported(
+            f"{type(model).__name__} without nn.Linear layers to quantize", fix="use it as it is"
+        )
+    for module, name, child in found:
+        setattr(module, name, QuantizedLinear(child, bits))
     return copied

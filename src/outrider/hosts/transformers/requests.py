@@ -1,0 +1,133 @@
+"""Requests from what a user gives: prompts as token ids, and how to go on from each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.core import Request, SamplingParams, Unsupported
+from outrider.hosts.transformers.runner import Runner
+
+Prompts: TypeAlias = "Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]"
+SamplingLike: TypeAlias = "SamplingParams | Mapping[str, Any] | None"
+
+
+def make_requests(
+    runner: Runner,
+    input_ids: Prompts,
+    sampling: SamplingLike | Sequence[SamplingLike],
+    tokenizer: Any,
+) -> list[Request]:
+    """Return a request for each prompt. Refuse what the model cannot read or cannot hold."""
+    prompts = token_ids(input_ids)
+    params = _sampling_of_each(sampling, len(prompts))
+    # from torch's own generator, so that torch.manual_seed makes a run repeatable
+    seeds = torch.randint(2**62, (len(prompts),)).tolist()
+    ends = _end_tokens(runner.model)
+    requests = [
+        Request(
+            id=i,
+            prompt=tuple(prompt),
+            sampling=wanted,
+            seed=seed if wanted.seed is None else wanted.seed,
+            eos_token_ids=ends,
+            detokenize=tokenizer.decode if tokenizer is not None else None,
+        )
+        for i, (prompt, wanted, seed) in enumerate(zip(prompts, params, seeds, strict=True))
+    ]
+    for request in requests:
+        _check_ids(request, runner.vocab_size)
+        _check_length(request, runner.max_length)
+    return requests
+
+
+def token_ids(input_ids: Prompts) -> list[list[int]]:
+    """Return the prompts as lists of ids. Raise TypeError for what is not token ids."""
+    if isinstance(input_ids, str | bytes):
+        raise TypeError("input_ids is text: pass token ids, such as tokenizer.encode(text)")
+    if isinstance(input_ids, Mapping):
+        raise TypeError(
+            f"input_ids is a {type(input_ids).__name__}: pass its ids, without padding, such as "
+            "tokenizer(texts)['input_ids']"
+        )
+    given = _listed(input_ids)
+    one = bool(given) and isinstance(given[0], Integral)
+    prompts = [given] if one else [_listed(prompt) for prompt in given]
+    for i, prompt in enumerate(prompts):
+        for n, token in enumerate(prompt):
+            if not isinstance(token, Integral):
+                kind = "text" if isinstance(token, str) else type(token).__name__
+                raise TypeError(
+                    f"prompt {i} has {kind} at position {n}: pass token ids, such as "
+                    "tokenizer(texts)['input_ids']"
+                )
+    return [[int(token) for token in prompt] for prompt in prompts]
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return a tensor, an array or a sequence as a list; anything else as the only entry of one."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    is_sequence = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    return list(values) if is_sequence else [values]
+
+
+def _sampling_of_each(
+    sampling: SamplingLike | Sequence[SamplingLike], count: int
+) -> list[SamplingParams]:
+    if isinstance(sampling, list | tuple):
+        if len(sampling) != count:
+            raise ValueError(f"{len(sampling)} sampling parameters for {count} prompts")
+        return [_sampling(given) for given in sampling]
+    return [_sampling(sampling)] * count
+
+
+def _sampling(given: Any) -> SamplingParams:
+    if isinstance(given, SamplingParams):
+        return given
+    if given is None or isinstance(given, Mapping):
+        return SamplingParams(**(given or {}))
+    raise TypeError(
+        f"sampling is of type {type(given).__name__}: pass SamplingParams, a dict such as "
+        "{'max_tokens': 64}, or a list of these, one for each prompt"
+    )
+
+
+def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
+    config = model.generation_config
+    ends = config.eos_token_id if config is not None else model.config.eos_token_id
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _check_ids(request: Request, vocab_size: int) -> None:
+    sampling = request.sampling
+    for where, ids in (
+        (f"prompt {request.id}", request.prompt),
+        ("logit_bias", sampling.logit_bias),
+        ("stop_token_ids", sampling.stop_token_ids),
+    ):
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"{where} has the token id {wrong}, and the model's ids are 0 to {vocab_size - 1}: "
+                "use the model's own tokenizer"
+            )
+    if sampling.logprobs is not None and sampling.logprobs > vocab_size:
+        raise ValueError(f"logprobs={sampling.logprobs} of a vocabulary of {vocab_size} tokens")
+
+
+def _check_length(request: Request, max_length: int) -> None:
+    prompt, most = request.length, request.sampling.max_tokens
+    if prompt + most > max_length:
+        raise Unsupported(
+            f"prompt {request.id} of {prompt} tokens and max_tokens={most}, for a model of "
+            f"{max_length} positions",
+            fix=f"lower max_tokens to {max_length - prompt} or less"
+            if prompt < max_length
+            else f"shorten the prompt to fewer than {max_length} tokens",
+        )
