@@ -115,16 +115,16 @@ def test_no_such_file(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "says"),
+    ("engine", "says", "code"),
     [
-        ("http://127.0.0.1:9", "no server answers"),
-        ("transformers:/no/such/model", "no model at"),
-        ("nonsense", "names no engine"),
+        ("http://127.0.0.1:9", "no server answers", 3),
+        ("transformers:/no/such/model", "no model at", 3),
+        ("nonsense", "names no engine", 2),
     ],
 )
-def test_bad_engines(engine, says, run):
+def test_bad_engines(engine, says, code, run):
     done = run(engine, engine)
-    assert done.exit_code == 2
+    assert done.exit_code == code
     assert says in " ".join(done.stderr.split())
     assert "Traceback" not in done.output
 
@@ -199,7 +199,7 @@ def test_ctrl_c_before_anything_was_heard(run, engines, tmp_path):
     engines |= {"plain": Toy(fail=failing(KeyboardInterrupt(), 0)), "spec": Toy()}
     done = run("plain", "spec")
     assert done.exit_code == 130
-    assert "before the first answer" in done.stderr
+    assert "interrupted" in done.stderr
     assert not (tmp_path / "out" / "audit.json").exists()
 
 
@@ -207,7 +207,7 @@ def test_a_server_that_stops_answering(run, engines, written):
     error = Unsupported("http://x stopped answering", fix="look into its log")
     engines |= {"plain": Toy(drafts=False), "spec": Toy(fail=failing(error, 5))}
     done = run("plain", "spec")
-    assert done.exit_code == 2
+    assert done.exit_code == 3
     assert "stopped answering" in done.stdout
     found, _ = written()
     assert not found["interrupted"]

@@ -136,10 +136,9 @@ def test_a_planted_fault_is_named(tmp_path):
 
 
 def test_cuda_without_a_gpu(tmp_path):
-    """Exit code 2 is for usage: nothing was tried."""
     done = python("-m", "outrider", "selftest", "--device", "cuda", "--out", tmp_path / "new",
                   CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # fmt: skip
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert "sees no GPU" in done.stderr
     assert "--device cpu" in done.stderr
     assert not (tmp_path / "new").exists()
@@ -154,14 +153,14 @@ def test_without_what_it_needs(package):
         app(["selftest", "--device", "cpu"])
     """
     done = python("-c", textwrap.dedent(code))
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert f"pip install {package}" in done.stderr
 
 
 def test_triton_was_imported_too_early():
     code = "import triton; from outrider.cli.main import app; app(['selftest', '--device', 'cpu'])"
     done = python("-c", code)
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert "TRITON_INTERPRET=1" in done.stderr
 
 

@@ -19,6 +19,7 @@ from outrider.audit.compare import (
 )
 from outrider.audit.law import Law, compare_laws
 from outrider.engines import Answer, Counts, Token
+from outrider.report.console import Exit
 
 __all__ = ["Agreement", "Answers", "Heard", "Result", "Settings", "quantile", "wilson"]
 
@@ -26,7 +27,7 @@ SAME = "Speculation does not change answers here"
 TIES = "Only numerical ties"
 CHANGED = "Speculation changes answers"
 OPEN = "Not decided"
-EXIT_CODES = {SAME: 0, TIES: 0, CHANGED: 1, OPEN: 2}
+EXIT_CODES = {SAME: Exit.GOOD, TIES: Exit.GOOD, CHANGED: Exit.FINDING, OPEN: Exit.UNDECIDED}
 
 Answers = dict[int, Answer]
 """By the number of the wish."""
@@ -252,9 +253,12 @@ class Result:
         return f"{self.verdict} ({because[0]})" if because else self.verdict
 
     @property
-    def exit_code(self) -> int:
-        """0 good, 1 answers change, 2 not decided."""
-        return EXIT_CODES[self.verdict]
+    def exit_code(self) -> Exit:
+        """That of the verdict; or why there is none."""
+        if self.interrupted:
+            return Exit.INTERRUPTED
+        found = EXIT_CODES[self.verdict]
+        return Exit.COULD_NOT_RUN if self.stopped and found == Exit.UNDECIDED else found
 
     @cached_property
     def notes(self) -> list[str]:

@@ -17,17 +17,26 @@ from rich.table import Table
 
 from outrider.audit.law import LENGTH
 from outrider.audit.prompts import LAW_PROMPTS, read_prompts
-from outrider.audit.result import Agreement, Answers, Heard, Result, Settings, summary
+from outrider.audit.result import (
+    CHANGED,
+    SAME,
+    TIES,
+    Agreement,
+    Answers,
+    Heard,
+    Result,
+    Settings,
+    summary,
+)
 from outrider.engines import Answer, Counts, Engine, Wish, both_modes, open_engine
 from outrider.errors import Unsupported
-from outrider.report.console import INTERRUPTED, complain
 
 __all__ = ["audit", "run"]
 
 ALTERNATIVES = 5
 """Logprobs asked for at each place: what OpenAI's completions give at most."""
 
-COLOURS = {0: "green", 1: "red", 2: "yellow"}
+COLOURS = {SAME: "green", TIES: "green", CHANGED: "red"}
 Ticker = Callable[[str, int], Callable[[], None]]
 """Called with the name of a stage and its size; returns what is called after each answer."""
 
@@ -45,35 +54,25 @@ def run(
 ) -> None:
     """Ask both engines, compare, write both files.
 
-    Ends with 0 if answers do not change or tie, 1 if they change, 2 if nothing can be said, 130 if
-    interrupted; what was heard until then is written.
+    Ends with the exit code of the verdict. What was heard until an interruption is written.
 
     prompts: themselves, or a file of which `count` are taken
     """
     console = Console(stderr=True)
-    try:
-        if importlib.util.find_spec("scipy") is None:
-            raise Unsupported("chi-square without scipy", fix="pip install 'outrider[tools]'")
-        asked = read_prompts(prompts)[:count] if isinstance(prompts, Path) else prompts
-        law = read_prompts(law_prompts) if law_prompts else LAW_PROMPTS
-        names = (plain, speculative) if speculative else both_modes(plain)
-        out.mkdir(parents=True, exist_ok=True)
-        with _progress(console) as ticker:
-            result = audit(names, asked, law, settings, ticker)
-    except KeyboardInterrupt:
-        console.print("[red]interrupted before the first answer[/]")
-        raise SystemExit(INTERRUPTED) from None
-    except (Unsupported, OSError) as error:
-        complain(console, error)
-        raise SystemExit(2) from error
+    if importlib.util.find_spec("scipy") is None:
+        raise Unsupported("chi-square without scipy", fix="pip install 'outrider[tools]'")
+    asked = read_prompts(prompts)[:count] if isinstance(prompts, Path) else prompts
+    law = read_prompts(law_prompts) if law_prompts else LAW_PROMPTS
+    names = (plain, speculative) if speculative else both_modes(plain)
+    out.mkdir(parents=True, exist_ok=True)
+    with _progress(console) as ticker:
+        result = audit(names, asked, law, settings, ticker)
     _write(result, out)
     if as_json:
         sys.stdout.write(_text(result))
     else:
         show(result, Console(highlight=False))
     console.print(f"{out / 'audit.json'}, {out / 'audit.html'}", highlight=False)
-    if result.interrupted:
-        raise SystemExit(INTERRUPTED)
     if result.exit_code:
         raise SystemExit(result.exit_code)
 
@@ -256,7 +255,9 @@ def show(result: Result, console: Console) -> None:
         )
     for note in result.notes:
         console.print(note, style="dim", markup=False)
-    console.print(result.headline, style=f"bold {COLOURS[result.exit_code]}", markup=False)
+    console.print(
+        result.headline, style=f"bold {COLOURS.get(result.verdict, 'yellow')}", markup=False
+    )
 
 
 def _agreement(found: Agreement) -> Iterator[str]:

@@ -13,7 +13,7 @@ from outrider.audit import Comparison, compare, depart, tolerance
 from outrider.audit.prompts import read_prompts
 from outrider.bench.workloads import KINDS, prompts
 from outrider.engines import Answer, Counts, Engine, Wish
-from outrider.errors import Unsupported
+from outrider.errors import UsageError
 
 __all__ = ["Cell", "Parity", "Plan", "Run", "measure", "speed_of", "workload"]
 
@@ -117,7 +117,7 @@ def workload(name: str, count: int) -> list[str]:
         return prompts(name, min(count, 36))
     if Path(name).suffix:
         return read_prompts(Path(name))
-    raise Unsupported(
+    raise UsageError(
         f"workload {name!r}", fix=f"choose from {', '.join(KINDS)}, or name a .jsonl or .txt file"
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench.measure import Cell, Parity, Plan, Run, percentiles, spread
-from outrider.errors import Unsupported
+from outrider.errors import UsageError
 
 __all__ = ["Result", "load_result"]
 
@@ -135,8 +135,11 @@ def load_result(file: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if found["outrider_bench"] != VERSION:
             raise ValueError(f"version {found['outrider_bench']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Unsupported(
+        for cell in found["cells"]:
+            _ = cell["workload"], cell["concurrency"], cell["rate"]
+            _ = found["engines"][cell["engine"]]["engine"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
             f"{file} is no result of `outrider bench` ({error!r:.200})", fix="give its JSON file"
         ) from error
     return found

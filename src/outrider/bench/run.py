@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.errors import Unsupported
-from outrider.report.console import INTERRUPTED, complain
+from outrider.errors import Unsupported, UsageError
+from outrider.report.console import Exit
 
 if TYPE_CHECKING:
     from outrider.bench.measure import Plan
@@ -26,15 +26,11 @@ __all__ = ["run", "run_compare"]
 def run(
     specs: Sequence[str], workloads: Sequence[str], out: Path, as_json: bool, **plan: Any
 ) -> None:
-    """Measure, write both files. Ends with 1 if answers differ, 2 if nothing could be measured."""
+    """Measure, write both files. Ends with 1 if answers differ."""
     console = Console(stderr=True)
-    try:
-        with console.status("opening the engines"):
-            result, engines = prepare(specs, workloads, **plan)
-            out.mkdir(parents=True, exist_ok=True)
-    except (Unsupported, OSError) as error:
-        complain(console, error)
-        raise SystemExit(2) from error
+    with console.status("opening the engines"):
+        result, engines = prepare(specs, workloads, **plan)
+        out.mkdir(parents=True, exist_ok=True)
     failed = None
     try:
         _measure(result, engines, console)
@@ -57,13 +53,12 @@ def run(
         show(result, Console())
     console.print(f"{out / 'bench.json'}, {out / 'bench.html'}", highlight=False)
     if failed is not None:
-        complain(console, failed)
-        raise SystemExit(2)
+        raise failed
     if result.interrupted:
         console.print("interrupted: the report has what was measured until then", style="yellow")
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(Exit.INTERRUPTED)
     if result.broken:
-        raise SystemExit(1)
+        raise SystemExit(Exit.FINDING)
 
 
 def prepare(
@@ -82,7 +77,7 @@ def prepare(
         specs = both_modes(specs[0])
     engines = [open_engine(spec) for spec in specs]
     if any(engine.spec.startswith("transformers:") for engine in engines) and plan.rates:
-        raise Unsupported("--rate with a model in this process", fix="serve it, or leave it out")
+        raise UsageError("--rate with a model in this process", fix="serve it, or leave it out")
     facts = [engine.facts() for engine in engines]
     _check(facts, plan)
     return Result(provenance(), facts, plan), engines
@@ -173,14 +168,9 @@ def run_compare(old: Path, new: Path, as_json: bool) -> None:
     """Print how the speed-ups of two results compare, cell by cell."""
     from outrider.bench.result import compared, load_result
 
-    console = Console(stderr=True)
-    try:
-        found = compared(load_result(old), load_result(new))
-        if not found:
-            raise Unsupported(f"{old} and {new} have no cell in common", fix="measure the same")
-    except Unsupported as error:
-        complain(console, error)
-        raise SystemExit(2) from error
+    found = compared(load_result(old), load_result(new))
+    if not found:
+        raise UsageError(f"{old} and {new} have no cell in common", fix="measure the same")
     if as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Annotated, Optional, TypeVar
 import typer
 
 from outrider import __version__
+from outrider.cli.group import Commands
+from outrider.errors import UsageError
 
 app = typer.Typer(
     name="outrider",
+    cls=Commands,
     help="Speculative decoding that never changes the answer.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -26,13 +30,25 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
 @app.callback()
 def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error, too.")
+    ] = False,
 ) -> None:
-    """Speculative decoding that never changes the answer."""
+    """Speculative decoding that never changes the answer.
+
+    Exit codes: 0 good, 1 finding, 2 usage, 3 could not run, 4 undecided, 130 interrupted.
+    """
 
 
 @app.command()
@@ -42,7 +58,7 @@ def demo(
     ),
     max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 48,
     max_drafts: Annotated[int, typer.Option(min=0, help="K, the most drafts in a step.")] = 5,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, callback=_finite, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the coins.")] = 0,
 ) -> None:
     """Explain a text of the tiny models in the package, and compare it with plain decoding."""
@@ -78,7 +94,7 @@ def explain(
         Optional[int],  # noqa: UP045
         typer.Option(min=0, help="K, the most drafts in a step; by default 8, or the server's."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, callback=_finite, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the coins.")] = 0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode again without drafts: bit for bit the same?")
@@ -95,7 +111,10 @@ def explain(
     from outrider.explain.run import run
 
     if prompt == "-":
-        prompt = typer.get_text_stream("stdin").read()
+        try:
+            prompt = typer.get_binary_stream("stdin").read().decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"stdin is not UTF-8 ({error})", fix="convert it: iconv") from error
     wishes = Wishes(
         prompt,
         target=target,
@@ -198,7 +217,11 @@ def doctor(
     tp: Annotated[int, typer.Option(min=1, help="Devices that share the models.")] = 1,
     memory_gib: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0.001, help="Memory of a device; by default that of this machine's."),
+        typer.Option(
+            min=0.001,
+            callback=_finite,
+            help="Memory of a device; by default this machine's.",
+        ),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Explain known faults that may concern you, too.")
@@ -255,11 +278,15 @@ def audit(
         Optional[Path],  # noqa: UP045
         typer.Option(help="A file of prompts for the law test: ones with many likely answers."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of the law test.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, callback=_finite, help="Of the law test.")
+    ] = 1.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Of the law test.")] = 1.0,
     tolerance: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0, help="The largest margin of a tie, in logprob; else from the noise."),
+        typer.Option(
+            min=0, callback=_finite, help="The largest margin of a tie, in logprob; else noise's."
+        ),
     ] = None,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of the seeds of the law test.")] = 0,
@@ -360,7 +387,9 @@ def tune(
         str, typer.Option(help="code, edit, chat, prose, json, mixed, or a .jsonl or .txt file.")
     ] = "mixed",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long to search.")] = 10,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, callback=_finite, help="How long to search.")
+    ] = 10,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
     out: Annotated[
         Path, typer.Option(help="Where profile.yaml, tune.json and tune.html are written.")
@@ -383,6 +412,6 @@ def _numbers(text: str, kind: Callable[[str], Number]) -> list[Number]:
         found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: write numbers, as 1,4,16") from error
-    if any(number <= 0 for number in found):
+    if not all(0 < number < math.inf for number in found):
         raise typer.BadParameter(f"{text!r}: numbers must be above 0")
     return found

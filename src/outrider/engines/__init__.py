@@ -20,7 +20,9 @@ from outrider.engines.base import (
     Token,
     Wish,
     authorization,
+    base_url,
     both_modes,
+    check_drafter,
     open_engine,
 )
 
@@ -31,6 +33,8 @@ __all__ = [
     "Token",
     "Wish",
     "authorization",
+    "base_url",
     "both_modes",
+    "check_drafter",
     "open_engine",
 ]

@@ -49,9 +49,8 @@ class ServerEngine:
             ) from error
         self._openai = openai
         self.spec = spec
-        base = url.rstrip("/")
-        self.root = base.removesuffix("/v1")
-        self._base = base if base.endswith("/v1") else f"{base}/v1"
+        self.root = url.removesuffix("/v1")
+        self._base = f"{self.root}/v1"
         self._body = dict(body)
         self._model = str(self._body.pop("model", ""))
         self._known = [str(model["id"]) for model in self._models()]

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 
-from outrider.errors import Unsupported
-from outrider.report.console import INTERRUPTED, complain
+from outrider.errors import Unsupported, UsageError
+from outrider.report.console import Exit
 
 if TYPE_CHECKING:
     from outrider.engines import Engine
@@ -45,24 +45,16 @@ class Wanted:
 
 
 def run(wanted: Wanted, as_json: bool) -> None:
-    """Search, and write profile.yaml, tune.json and tune.html. Ends with 2 if nothing could run."""
-    console = Console(stderr=True)
-    try:
-        _run(wanted, as_json, console)
-    except (Unsupported, OSError) as error:
-        complain(console, error)
-        raise SystemExit(2) from error
-
-
-def _run(wanted: Wanted, as_json: bool, console: Console) -> None:
+    """Search, and write profile.yaml, tune.json and tune.html."""
     from outrider.bench.measure import workload
     from outrider.tune.search import KS, Search, Traffic, available, grid
 
     if (wanted.engine is None) == (not wanted.flags):
-        raise Unsupported(
+        raise UsageError(
             "either a running engine or a model to serve",
             fix="name --engine http://host:port, or SGLang's --model-path and so on",
         )
+    console = Console(stderr=True)
     texts = workload(wanted.workload, 12 * wanted.concurrency)
     wanted.out.mkdir(parents=True, exist_ok=True)
     traffic = Traffic(texts, wanted.concurrency, wanted.chat)
@@ -83,10 +75,10 @@ def _run(wanted: Wanted, as_json: bool, console: Console) -> None:
         interrupted = True
     if search is None or not search.finalists:
         console.print("interrupted before the first trial", style="yellow")
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(Exit.INTERRUPTED)
     _write(wanted, search, facts, bits, tried, interrupted, as_json, console)
     if interrupted:
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(Exit.INTERRUPTED)
 
 
 def _bits(flags: Sequence[str]) -> int | None:
