@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Optional, TypeVar
@@ -141,6 +142,7 @@ def serve(
     """Serve with SGLang and Outrider. All other options are SGLang's: --model-path and so on."""
     from outrider.cli.serve import run
 
+    _refuse_typos(context)
     run(profile, context.args)
 
 
@@ -401,7 +403,18 @@ def tune(
     """Find the settings for this model, machine and traffic; see docs/tools/tune.md."""
     from outrider.tune.run import Wanted, run
 
+    _refuse_typos(context)
     run(Wanted(engine, context.args, workload, concurrency, minutes, chat, out), json)
+
+
+def _refuse_typos(context: typer.Context) -> None:
+    """Refuse what is meant to be passed on to SGLang, but looks like an option of ours."""
+    ours = [name for option in context.command.params for name in option.opts]
+    for argument in context.args:
+        name = argument.partition("=")[0]
+        close = get_close_matches(name, ours, 1, 0.8) if name.startswith("--") else []
+        if close:
+            raise typer.BadParameter(f"No such option: {name}. Did you mean {close[0]}?")
 
 
 Number = TypeVar("Number", int, float)

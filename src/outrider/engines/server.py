@@ -31,6 +31,8 @@ __all__ = ["ServerEngine", "parse_metrics"]
 TIMEOUT = 600.0
 """Seconds that one answer may take."""
 
+SGLANG_FACTS = ("version", "speculative_algorithm", "speculative_num_steps", "attention_backend")
+
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -191,7 +193,7 @@ class ServerEngine:
 
         found: dict[str, Any] = {"engine": self.spec, "model": self._model}
         for path, keys in (
-            ("/get_server_info", ("version", "speculative_algorithm", "attention_backend")),
+            ("/get_server_info", SGLANG_FACTS),
             ("/version", ("version",)),
         ):
             with suppress(OSError, ValueError, TypeError):

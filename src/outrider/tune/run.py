@@ -54,6 +54,11 @@ def run(wanted: Wanted, as_json: bool) -> None:
             "either a running engine or a model to serve",
             fix="name --engine http://host:port, or SGLang's --model-path and so on",
         )
+    if wanted.flags and not any(flag.startswith(("--model", "--config")) for flag in wanted.flags):
+        raise UsageError(
+            f"{' '.join(wanted.flags):.200} without a model to serve",
+            fix="add --model-path; options of SGLang's are passed on, all others are `tune --help`",
+        )
     console = Console(stderr=True)
     texts = workload(wanted.workload, 12 * wanted.concurrency)
     wanted.out.mkdir(parents=True, exist_ok=True)
@@ -63,11 +68,14 @@ def run(wanted: Wanted, as_json: bool) -> None:
     try:
         with _opened(wanted, bits, KS[-1], "tune.log", console) as engine:
             facts = engine.facts()
+            most = facts.get("speculative_num_steps")
+            if most == 0:
+                raise Unsupported(f"{engine.spec} allows no drafts", fix="raise its K above 0")
             names, refused = available(engine)
             if not names:
                 raise Unsupported(f"no drafter at {engine.spec}: {refused}", fix="serve Outrider")
             share = 1 - SAVED_FOR_BITS if bits and "model" in names else 1.0
-            search = Search(engine, traffic, grid(names), budget * share)
+            search = Search(engine, traffic, grid(names, most), budget * share)
             _search(search, console)
         if bits and _advice(search, None, None).chosen.drafter in ("model", "adaptive"):
             tried = _other_bits(wanted, search, budget * SAVED_FOR_BITS, console)
@@ -76,6 +84,13 @@ def run(wanted: Wanted, as_json: bool) -> None:
     if search is None or not search.finalists:
         console.print("interrupted before the first trial", style="yellow")
         raise SystemExit(Exit.INTERRUPTED)
+    if not any(trial.speed for trial in search.trials):
+        console.print(
+            "every answer was empty or one token long: there is nothing to time; use other prompts "
+            "(--workload), with or without --no-chat",
+            style="red",
+        )
+        raise SystemExit(Exit.UNDECIDED)
     _write(wanted, search, facts, bits, tried, interrupted, as_json, console)
     if interrupted:
         raise SystemExit(Exit.INTERRUPTED)
@@ -184,7 +199,8 @@ def _write(
             "minutes": wanted.minutes,
             "profile": advice.values,
             "reasons": advice.reasons,
-            "times_plain": round(search.score(advice.chosen), 4),
+            "times_plain": round(search.gain(advice.chosen), 4),
+            "noise": round(search.noise, 4),
             "draft_bits_tried": tried and {"few": tried[0], "own": tried[1]},
             "max_tokens": search.tokens,
             "trials": [asdict(trial) for trial in search.trials],
