@@ -80,8 +80,40 @@ def test_prompts_from_a_file(run, engines, tmp_path):
     ):
         engines["spec"].asked.clear()
         done = run("plain", "spec", "--samples", 0, "--prompts", tmp_path / name, *count)
-        assert done.exit_code == 0, done.output
+        assert done.exit_code == 4, done.output
         assert [wish.prompt for wish in engines["spec"].asked] == expected
+
+
+def test_few_tokens_are_not_enough_evidence(run, engines, written, tmp_path):
+    """One prompt of 24 tokens had a green verdict."""
+    engines |= {"plain": Toy(drafts=False), "spec": Toy()}
+    (tmp_path / "own.txt").write_text("one\n")
+    few = ("--samples", 0, "--prompts", tmp_path / "own.txt", "--max-tokens", 24)
+    done = run("plain", "spec", *few)
+    assert done.exit_code == 4
+    assert "Not enough evidence (24 drafted tokens of 1 prompt compared" in done.stdout
+    assert "raise --count or --max-tokens" in " ".join(done.stdout.split())
+    found, page = written()
+    assert found["verdict"] == "Not enough evidence"
+    assert "a verdict needs 115 tokens of 5 prompts" in page
+    done = run("plain", "spec", *few, "--min-prompts", 1, "--min-tokens", 20)
+    assert done.exit_code == 0
+    # a fault is a fault, however few there are
+    engines["spec"] = Toy(top_two)
+    assert run("plain", "spec", *few, "--tolerance", 0.01).exit_code == 1
+
+
+def test_a_verdict_states_its_power(run, engines, written):
+    engines |= {"plain": Toy(drafts=False), "spec": Toy()}
+    done = run("plain", "spec", "--count", 6, "--max-tokens", 40, "--samples", 0)
+    assert done.exit_code == 0
+    said = "240 drafted tokens of 6 prompts compared: a fault in 1 of 105 tokens would show in 9"
+    assert said in " ".join(done.stdout.split())
+    found, page = written()
+    assert said in page
+    assert found["power"]["one_fault_in"] == 105
+    # a fault in 1 of 105 tokens stays unseen in 240 with a chance of one in ten
+    assert pytest.approx(0.1, rel=0.01) == (1 - 1 / 105) ** 240
 
 
 BAD = {

@@ -130,7 +130,7 @@ class Toy:
         return answers
 
     def counts(self):
-        drafted = 3 * len(self.asked) if self.drafts else 0
+        drafted = sum(wish.max_tokens for wish in self.asked) if self.drafts else 0
         return Counts(drafted=drafted, accepted=drafted // 2)
 
     def facts(self):

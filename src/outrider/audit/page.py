@@ -34,9 +34,8 @@ def page(result: Result) -> str:
         f"{speculative.get('engine')} against {plain.get('engine')}, {result.provenance['date']}",
         style=files("outrider.audit").joinpath("page.css").read_text(encoding="utf-8"),
     )
-    reasons = [*(result.wrongs[:1] or result.doubts[:1]), *result.notes]
-    if reasons:
-        shown.add("<ul class='notes'>", *(f"<li>{escape(said)}</li>" for said in reasons), "</ul>")
+    said = [result.reason, *result.notes]
+    shown.add("<ul class='notes'>", *(f"<li>{escape(one)}</li>" for one in said), "</ul>")
     shown.section("Greedy answers", *_greedy(result))
     if result.greedy.divergences:
         shown.section("Where they part", *_divergences(result))

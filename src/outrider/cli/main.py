@@ -290,6 +290,12 @@ def audit(
             min=0, callback=_finite, help="The largest margin of a tie, in logprob; else noise's."
         ),
     ] = None,
+    min_prompts: Annotated[
+        int, typer.Option(min=1, help="Compared prompts without which there is no good verdict.")
+    ] = 5,
+    min_tokens: Annotated[
+        int, typer.Option(min=1, help="The same of tokens; of drafted ones, if the engine tells.")
+    ] = 115,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of the seeds of the law test.")] = 0,
     out: Annotated[Path, typer.Option(help="Where audit.json and audit.html are written.")] = Path(
@@ -319,6 +325,8 @@ def audit(
         top_p=top_p,
         tolerance=tolerance,
         seed=seed,
+        min_prompts=min_prompts,
+        min_tokens=min_tokens,
     )
     run(
         plain,
