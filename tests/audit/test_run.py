@@ -193,6 +193,25 @@ def test_one_engine_alone(run, engines, tmp_path):
         module.both_modes("transformers:m")
 
 
+def test_a_long_prompt_is_skipped_and_said(run, engines, written, tmp_path):
+    """It ended the whole audit. Be it the first or another, and whichever engine refuses it."""
+    lines = ["x" * 900, *(f"prompt {n}" for n in range(6)), "y" * 300]
+    (tmp_path / "own.txt").write_text("\n".join(lines))
+    engines |= {"plain": Toy(drafts=False, room=500), "spec": Toy(room=250)}
+    done = run("plain", "spec", "--samples", 0, "--prompts", tmp_path / "own.txt")
+    assert done.exit_code == 0, done.output
+    assert "6 of 6" in done.stdout
+    said = "2 of 8 prompts were skipped: an engine refuses them (prompt 1: too long; shorten it)"
+    assert said in " ".join(done.stdout.split())
+    found, page = written()
+    assert set(found["skipped"]) == {"0", "7"}
+    assert said in page
+    engines["plain"].room = 65
+    done = run("plain", "spec", "--samples", 0, "--prompts", tmp_path / "own.txt")
+    assert done.exit_code == 3
+    assert "every prompt is refused: too long" in done.stderr
+
+
 # -- ended early
 
 

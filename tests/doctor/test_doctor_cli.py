@@ -137,6 +137,12 @@ def test_what_may_be_is_folded_unless_asked_for(monkeypatch):
     assert "ignores min_p" in long
 
 
+def test_any_number_of_drafts_ends():
+    found = doctor(*PAIR, "--max-drafts", "100000000")
+    assert found.exit_code in (0, 1)
+    assert "K = 100000000" in " ".join(found.stdout.split())
+
+
 def test_interrupted(monkeypatch):
     from outrider.doctor import run
 

@@ -61,13 +61,17 @@ class Settings:
 
 @dataclass
 class Heard:
-    """All answers so far. `plain_again` is the control: does plain agree with itself?"""
+    """All answers so far. `plain_again` is the control: does plain agree with itself?
+
+    skipped: why an engine refuses a prompt, by its number
+    """
 
     plain: Answers = field(default_factory=dict)
     plain_again: Answers = field(default_factory=dict)
     speculative: Answers = field(default_factory=dict)
     law_plain: Answers = field(default_factory=dict)
     law_speculative: Answers = field(default_factory=dict)
+    skipped: dict[int, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.plain)
@@ -320,6 +324,12 @@ class Result:
             yield from self.doubts
         elif self.verdict == OPEN:
             yield from self.doubts[1:]
+        if self.heard.skipped:
+            n, why = next(iter(self.heard.skipped.items()))
+            yield (
+                f"{len(self.heard.skipped)} of {len(self.prompts)} prompts were skipped: an engine "
+                f"refuses them (prompt {n + 1}: {why})"
+            )
         if len(self.control) and self.control.identical < len(self.control):
             yield (
                 f"the plain engine agrees with itself on {self.control.identical} of "
@@ -363,6 +373,7 @@ class Result:
                 "law_distance": self.law.detectable[0] if self.law and self.law.tests else None,
             },
             "notes": self.notes,
+            "skipped": {str(n): why for n, why in self.heard.skipped.items()},
             "stopped": self.stopped,
             "interrupted": self.interrupted,
             "engines": {name: dict(facts) for name, facts in self.facts.items()},

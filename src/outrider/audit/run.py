@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from outrider.audit.result import (
     Settings,
     summary,
 )
-from outrider.engines import Answer, Counts, Engine, Wish, both_modes, open_engine
+from outrider.engines import Answer, Counts, Engine, Refused, Wish, both_modes, open_engine
 from outrider.errors import Unsupported
 
 __all__ = ["audit", "run"]
@@ -146,7 +146,7 @@ def _stages(
     wishes = [Wish(prompt, settings.chat, settings.max_tokens) for prompt in result.prompts]
     order = list(range(len(wishes)))
     # before the long part: an engine that refuses shall say so now
-    told = {id(engine): _probe(engine, wishes[0]) for engine in (plain, speculative)}
+    told = {id(engine): _probe(engine, wishes) for engine in (plain, speculative)}
     # the control asks the other way round: a prompt has other neighbours in its batch then
     for engine, numbers, answers, name in (
         (plain, order, heard.plain, "plain"),
@@ -154,7 +154,11 @@ def _stages(
         (plain, order[::-1], heard.plain_again, "plain again"),
     ):
         asked = [replace(wish, logprobs=told[id(engine)]) for wish in wishes]
-        yield _ask(engine, asked, numbers, answers, settings, ticker(name, len(order))), name
+        left = [n for n in numbers if n not in heard.skipped]
+        if not left:
+            raise Unsupported(f"every prompt is refused: {heard.skipped[0]}", fix="use others")
+        tick = ticker(name, len(left))
+        yield _ask(engine, asked, left, answers, settings, tick, heard.skipped), name
     if not settings.samples or not result.law_prompts:
         return
     count = settings.samples * len(result.law_prompts)
@@ -180,15 +184,23 @@ def _stages(
         yield _ask(engine, sampled, list(range(count)), answers, settings, tick), name
 
 
-def _probe(engine: Engine, wish: Wish) -> int | None:
-    """Return how many logprobs an engine tells; None if it refuses them. Or raise its refusal."""
-    one = replace(wish, max_tokens=1)
-    try:
-        engine.ask([replace(one, logprobs=ALTERNATIVES)])
-    except Unsupported:
-        engine.ask([one])
-        return None
-    return ALTERNATIVES
+def _probe(engine: Engine, wishes: Sequence[Wish]) -> int | None:
+    """Return how many logprobs an engine tells; None if it refuses them.
+
+    Raises its refusal if it refuses every wish. One that refuses the first may serve others.
+    """
+    first = None
+    for wish in wishes:
+        one = replace(wish, max_tokens=1)
+        with suppress(Unsupported):
+            engine.ask([replace(one, logprobs=ALTERNATIVES)])
+            return ALTERNATIVES
+        try:
+            engine.ask([one])
+            return None
+        except Refused as error:
+            first = first or error
+    raise first or Unsupported("no prompts", fix="give some")
 
 
 def _ask(
@@ -198,15 +210,25 @@ def _ask(
     answers: Answers,
     settings: Settings,
     tick: Callable[[], None],
+    skipped: dict[int, str] | None = None,
 ) -> Counts | None:
-    """Ask in an order. Return what speculation did meanwhile, if the engine tells."""
+    """Ask in an order. Return what speculation did meanwhile, if the engine tells.
+
+    skipped: notes what is refused; without it, the first refusal is raised
+    """
     before = engine.counts()
 
     def heard(place: int, answer: Answer) -> None:
         answers[order[place]] = answer
         tick()
 
-    engine.ask([wishes[n] for n in order], settings.concurrency, heard=heard)
+    def refused(place: int, error: Refused) -> None:
+        if skipped is not None:
+            skipped[order[place]] = str(error)
+        tick()
+
+    told = None if skipped is None else refused
+    engine.ask([wishes[n] for n in order], settings.concurrency, heard=heard, refused=told)
     after = engine.counts()
     return after - before if before is not None and after is not None else None
 

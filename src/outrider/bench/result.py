@@ -10,6 +10,7 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from outrider.bench.measure import Cell, Parity, Plan, Run, percentiles, spread
 from outrider.errors import UsageError
@@ -179,9 +180,13 @@ def names(engines: Sequence[dict[str, Any]]) -> list[str]:
     specs = [str(engine["engine"]) for engine in engines]
     plain = specs[0].partition("#")[0]
     found = []
-    for spec in specs[1:]:
+    for spec, facts in zip(specs[1:], engines[1:], strict=True):
         base, _, wishes = spec.partition("#")
-        if not wishes or base != plain:
-            wishes = spec.partition("://")[2] or spec
-        found.append(re.sub(r"[^=,:]*/", "", wishes))  # of a path, its last part
+        if "://" in base and base != plain:
+            parts, algorithm = urlsplit(base), facts.get("speculative_algorithm") or "server"
+            host = "" if parts.hostname in ("127.0.0.1", "localhost") else parts.hostname
+            port = "" if parts.port is None else f":{parts.port}"
+            called = "Outrider" if algorithm == "OUTRIDER" else algorithm
+            wishes = ", ".join(filter(None, [f"{called} {host}{port}", wishes]))
+        found.append(re.sub(r"[^=,:]*/", "", wishes or spec))  # of a path, its last part
     return ["plain", *(found if len(set(found)) == len(found) else specs[1:])]

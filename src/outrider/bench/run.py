@@ -16,11 +16,13 @@ from outrider.errors import Unsupported, UsageError
 from outrider.report.console import Exit
 
 if TYPE_CHECKING:
-    from outrider.bench.measure import Plan
     from outrider.bench.result import Result
     from outrider.engines import Engine
 
 __all__ = ["run", "run_compare"]
+
+LOADS = (1, 4)
+"""Requests at once, if nobody says."""
 
 
 def run(
@@ -70,33 +72,37 @@ def prepare(
     from outrider.engines import both_modes, open_engine
     from outrider.report import provenance
 
-    most = max([*settings["concurrency"], *(8 for _ in settings["rates"])], default=1)
+    most = max([*(settings["concurrency"] or LOADS), *(8 for _ in settings["rates"])])
     needed = most * max(1, settings["requests"])
-    plan = Plan({name: workload(name, needed) for name in workloads}, **settings)
+    texts: dict[str, Sequence[str]] = {name: workload(name, needed) for name in workloads}
     if len(specs) == 1:
         specs = both_modes(specs[0])
     engines = [open_engine(spec) for spec in specs]
-    if any(engine.spec.startswith("transformers:") for engine in engines) and plan.rates:
-        raise UsageError("--rate with a model in this process", fix="serve it, or leave it out")
     facts = [engine.facts() for engine in engines]
-    _check(facts, plan)
+    settings["concurrency"] = _loads(facts, settings["concurrency"])
+    if settings["rates"] and any(spec.startswith("transformers:") for spec in specs):
+        raise UsageError("--rate with a model in this process", fix="serve it, or leave it out")
+    plan = Plan(texts, **settings)
     return Result(provenance(), facts, plan), engines
 
 
-def _check(facts: Sequence[dict[str, Any]], plan: Plan) -> None:
-    """Refuse what cannot be compared."""
+def _loads(facts: Sequence[dict[str, Any]], wanted: Sequence[int] | None) -> Sequence[int]:
+    """Return how many requests are open at once. Refuses what cannot be compared."""
     models = {str(one["model"]).rstrip("/").rpartition("/")[2] for one in facts}
     if len(models) > 1:
-        raise Unsupported(
+        raise UsageError(
             f"engines with different models: {', '.join(sorted(models))}",
             fix="compare engines that serve the same one",
         )
-    theirs = [one["engine"] for one in facts if one.get("mode") in ("plain", "assisted", "lookup")]
-    if theirs and max(plan.concurrency, default=1) > 1:
-        raise Unsupported(
-            f"concurrency above 1 with {theirs[0]}: it answers one request at a time",
+    alone = [one["engine"] for one in facts if one.get("mode") in ("plain", "assisted", "lookup")]
+    if wanted is None:
+        return LOADS[:1] if alone else LOADS
+    if alone and max(wanted, default=1) > 1:
+        raise UsageError(
+            f"concurrency above 1 with {alone[0]}: it answers one request at a time",
             fix="use --concurrency 1",
         )
+    return wanted
 
 
 def _measure(result: Result, engines: Sequence[Engine], console: Console) -> None:

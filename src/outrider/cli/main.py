@@ -353,7 +353,10 @@ def bench(
         list[str],
         typer.Option(help="code, edit, chat, prose, json, mixed, or a .jsonl or .txt file."),
     ] = ["code", "chat"],  # noqa: B006 - typer's way
-    concurrency: Annotated[str, typer.Option(help="Requests at once, as 1,4,16.")] = "1,4",
+    concurrency: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Requests at once, as 1,4,16. By default 1,4; 1 for Transformers' own."),
+    ] = None,
     rate: Annotated[str, typer.Option(help="Requests a second, as 0.5,2, too.")] = "",
     max_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often each cell is repeated.")] = 3,
@@ -378,9 +381,18 @@ def bench(
         return
     if not engines:
         raise typer.BadParameter("name an engine: http://host:port or transformers:MODEL")
-    plan = {"concurrency": _numbers(concurrency, int), "rates": _numbers(rate, float)}
-    plan |= {"max_tokens": max_tokens, "rounds": rounds, "requests": requests, "chat": chat}
-    run(engines, workload, out, json, **plan)
+    run(
+        engines,
+        workload,
+        out,
+        json,
+        concurrency=_numbers(concurrency, int) if concurrency else None,
+        rates=_numbers(rate, float),
+        max_tokens=max_tokens,
+        rounds=rounds,
+        requests=requests,
+        chat=chat,
+    )
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

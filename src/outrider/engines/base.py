@@ -11,13 +11,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from outrider.errors import UsageError
+from outrider.errors import Unsupported, UsageError
 
 __all__ = [
     "Answer",
     "Counts",
     "Engine",
     "Heard",
+    "OnRefused",
+    "Refused",
     "Token",
     "Wish",
     "authorization",
@@ -151,6 +153,14 @@ Heard = Callable[[int, Answer], None]
 """Called with the number of a wish and its answer, as they come in."""
 
 
+class Refused(Unsupported):
+    """A wish that an engine refuses, and others need not share its fate: too long a prompt."""
+
+
+OnRefused = Callable[[int, Refused], None]
+"""Called with the number of a wish that is refused. It has no answer then."""
+
+
 class Engine(Protocol):
     """Something that answers.
 
@@ -167,8 +177,9 @@ class Engine(Protocol):
         stream: bool = False,
         rate: float | None = None,
         heard: Heard | None = None,
+        refused: OnRefused | None = None,
     ) -> list[Answer]:
-        """Return the answers, in order.
+        """Return the answers, in order. The first refusal is raised, if nobody is told of it.
 
         concurrency: at most so many wishes are open at once
         stream: whether answers come in pieces, so that `arrivals` says when

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from outrider.engines.base import Answer, Counts, Heard, Token, Wish, check_drafter, said
+from outrider.engines.base import (
+    Answer,
+    Counts,
+    Heard,
+    OnRefused,
+    Refused,
+    Token,
+    Wish,
+    check_drafter,
+    said,
+)
 from outrider.errors import Unsupported, UsageError
 
 __all__ = ["LocalEngine"]
@@ -113,20 +123,40 @@ class LocalEngine:
         stream: bool = False,
         rate: float | None = None,
         heard: Heard | None = None,
+        refused: OnRefused | None = None,
     ) -> list[Answer]:
         """Return the answers, in order. Transformers' own modes answer one at a time."""
         if rate is not None:
             raise Unsupported("a rate of requests in this process", fix="serve the model")
         size = concurrency if self.mode == OUTRIDER else 1
+        fitting = list(self._fitting(wishes, refused))
         answers: list[Answer] = []
-        for start in range(0, len(wishes), size):
-            few = wishes[start : start + size]
+        for start in range(0, len(fitting), size):
+            numbers = fitting[start : start + size]
+            few = [wishes[n] for n in numbers]
             new = self._ours(few) if self.mode == OUTRIDER else [self._theirs(few[0])]
-            for number, answer in enumerate(new, start):
+            for number, answer in zip(numbers, new, strict=True):
                 if heard is not None:
                     heard(number, answer)
             answers += new
         return answers
+
+    def _fitting(self, wishes: Sequence[Wish], refused: OnRefused | None) -> Iterator[int]:
+        """Yield the numbers of the wishes that fit into the model's context."""
+        config = self.model.config.get_text_config()
+        most = getattr(config, "max_position_embeddings", None) or 2**31
+        for number, wish in enumerate(wishes):
+            length = len(self._ids(wish))
+            if length + wish.max_tokens <= most:
+                yield number
+                continue
+            error = Refused(
+                f"{length} + {wish.max_tokens} tokens in a model of {most} positions",
+                fix="shorten the prompt, or lower --max-tokens",
+            )
+            if refused is None:
+                raise error
+            refused(number, error)
 
     def _ids(self, wish: Wish) -> list[int]:
         if not wish.chat or self.tokenizer.chat_template is None:
