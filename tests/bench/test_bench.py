@@ -307,3 +307,14 @@ def test_transformers_own_generation_is_measured_one_at_a_time_by_default(tmp_pa
     done = CliRunner().invoke(app, ["bench", pair, *options, "--out", str(tmp_path), "--json"])
     assert done.exit_code == 0, done.output
     assert {cell["concurrency"] for cell in json.loads(done.stdout)["cells"]} == {1}
+
+
+def test_on_a_phone_no_column_is_out_of_sight():
+    """Columns beyond 420 px were cut off: rows become cards there, whose values say their head."""
+    from outrider.report import Page, table
+
+    page = Page("Outrider bench", "1.5 times plain")
+    page.add(table(["", "times plain", "answers"], [["code", "1.50", "4/4 equal"]]))
+    html = page.html()
+    assert "<td data-head='times plain'>1.50</td><td data-head='answers'>4/4 equal</td>" in html
+    assert ".stack td::before { content: attr(data-head)" in html

@@ -144,8 +144,10 @@ def test_cuda_without_a_gpu(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("package", ["torch", "triton"])
-def test_without_what_it_needs(package):
+@pytest.mark.parametrize(
+    ("package", "fix"), [("torch", "pip install torch"), ("triton", "outrider[selftest]")]
+)
+def test_without_what_it_needs(package, fix):
     code = f"""
         import sys
         sys.modules["{package}"] = None
@@ -154,7 +156,8 @@ def test_without_what_it_needs(package):
     """
     done = python("-c", textwrap.dedent(code))
     assert done.returncode == 3
-    assert f"pip install {package}" in done.stderr
+    assert f"{package} is not installed here" in done.stderr
+    assert fix in done.stderr
 
 
 def test_triton_was_imported_too_early():

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 INTERPRET = "TRITON_INTERPRET"
+NEEDED = {
+    "torch": "pip install torch, the build for your GPU",
+    "triton": "torch's GPU builds bring it; without a GPU, pip install 'outrider[selftest]'",
+}
 COLOURS = {"good": "green", "bad": "red", "other": "yellow"}
 
 
@@ -32,9 +36,9 @@ def run(device: str | None, out: Path, quick: bool, as_json: bool) -> None:
     """Check, measure, write both files. Ends with 1 if a check failed."""
     # progress goes to stderr: stdout is the table's, or the document's
     console = Console(stderr=True)
-    for package in ("torch", "triton"):
+    for package, fix in NEEDED.items():
         if importlib.util.find_spec(package) is None:
-            raise Unsupported(f"{package} is not installed here", fix=f"pip install {package}")
+            raise Unsupported(f"{package} is not installed here", fix=fix)
     setting = prepare(device, quick)
     out.mkdir(parents=True, exist_ok=True)
     report = examine(setting, console)
