@@ -30,6 +30,7 @@ from outrider.audit.result import (
 )
 from outrider.engines import Answer, Counts, Engine, Refused, Wish, both_modes, open_engine
 from outrider.errors import Unsupported
+from outrider.report.console import printable
 
 __all__ = ["audit", "run"]
 
@@ -276,9 +277,11 @@ def show(result: Result, console: Console) -> None:
             "outcomes) would be found"
         )
     for note in result.notes:
-        console.print(note, style="dim", markup=False)
+        console.print(printable(note), style="dim", markup=False)
     console.print(
-        result.headline, style=f"bold {COLOURS.get(result.verdict, 'yellow')}", markup=False
+        printable(result.headline),
+        style=f"bold {COLOURS.get(result.verdict, 'yellow')}",
+        markup=False,
     )
 
 

@@ -24,7 +24,7 @@ from outrider.doctor.server import Served, ask, check_server
 from outrider.doctor.tokens import check_tokens
 from outrider.errors import Unsupported, UsageError
 from outrider.report import provenance
-from outrider.report.console import Exit
+from outrider.report.console import Exit, printable
 
 __all__ = ["Report", "examine", "run", "show"]
 
@@ -210,11 +210,11 @@ def show(report: Report, console: Console, verbose: bool = False) -> None:
 
 
 def _said(finding: Finding) -> Text:
-    text = Text(finding.what)
+    text = Text(printable(finding.what))
     if finding.why:
-        text.append(f"\n{finding.why}", "dim")
+        text.append(f"\n{printable(finding.why)}", "dim")
     if finding.fix and finding.level != "ok":
-        text.append("\n-> ", "dim").append(finding.fix)
+        text.append("\n-> ", "dim").append(printable(finding.fix))
     return text
 
 
