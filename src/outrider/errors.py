@@ -22,6 +22,10 @@ class Unsupported(OutriderError):
         self.fix = fix
 
 
+class UsageError(Unsupported):
+    """A command, or a file that it names, that cannot be understood: nothing was tried."""
+
+
 class DraftFault(OutriderError):
     """A proposal that cannot be used. It costs speed only: the request goes on with K = 0."""
 

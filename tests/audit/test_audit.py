@@ -95,7 +95,7 @@ class Restless(Toy):
 def test_plain_that_does_not_agree_with_itself(audit):
     result = audit(Toy(), Restless(drafts=False))
     assert result.verdict == OPEN
-    assert result.exit_code == 2
+    assert result.exit_code == 4
     assert "does not agree with itself" in result.headline
 
 

@@ -80,8 +80,40 @@ def test_prompts_from_a_file(run, engines, tmp_path):
     ):
         engines["spec"].asked.clear()
         done = run("plain", "spec", "--samples", 0, "--prompts", tmp_path / name, *count)
-        assert done.exit_code == 0, done.output
+        assert done.exit_code == 4, done.output
         assert [wish.prompt for wish in engines["spec"].asked] == expected
+
+
+def test_few_tokens_are_not_enough_evidence(run, engines, written, tmp_path):
+    """One prompt of 24 tokens had a green verdict."""
+    engines |= {"plain": Toy(drafts=False), "spec": Toy()}
+    (tmp_path / "own.txt").write_text("one\n")
+    few = ("--samples", 0, "--prompts", tmp_path / "own.txt", "--max-tokens", 24)
+    done = run("plain", "spec", *few)
+    assert done.exit_code == 4
+    assert "Not enough evidence (24 drafted tokens of 1 prompt compared" in done.stdout
+    assert "raise --count or --max-tokens" in " ".join(done.stdout.split())
+    found, page = written()
+    assert found["verdict"] == "Not enough evidence"
+    assert "a verdict needs 115 tokens of 5 prompts" in page
+    done = run("plain", "spec", *few, "--min-prompts", 1, "--min-tokens", 20)
+    assert done.exit_code == 0
+    # a fault is a fault, however few there are
+    engines["spec"] = Toy(top_two)
+    assert run("plain", "spec", *few, "--tolerance", 0.01).exit_code == 1
+
+
+def test_a_verdict_states_its_power(run, engines, written):
+    engines |= {"plain": Toy(drafts=False), "spec": Toy()}
+    done = run("plain", "spec", "--count", 6, "--max-tokens", 40, "--samples", 0)
+    assert done.exit_code == 0
+    said = "240 drafted tokens of 6 prompts compared: a fault in 1 of 105 tokens would show in 9"
+    assert said in " ".join(done.stdout.split())
+    found, page = written()
+    assert said in page
+    assert found["power"]["one_fault_in"] == 105
+    # a fault in 1 of 105 tokens stays unseen in 240 with a chance of one in ten
+    assert pytest.approx(0.1, rel=0.01) == (1 - 1 / 105) ** 240
 
 
 BAD = {
@@ -115,16 +147,16 @@ def test_no_such_file(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "says"),
+    ("engine", "says", "code"),
     [
-        ("http://127.0.0.1:9", "no server answers"),
-        ("transformers:/no/such/model", "no model at"),
-        ("nonsense", "names no engine"),
+        ("http://127.0.0.1:9", "no server answers", 3),
+        ("transformers:/no/such/model", "no model at", 3),
+        ("nonsense", "names no engine", 2),
     ],
 )
-def test_bad_engines(engine, says, run):
+def test_bad_engines(engine, says, code, run):
     done = run(engine, engine)
-    assert done.exit_code == 2
+    assert done.exit_code == code
     assert says in " ".join(done.stderr.split())
     assert "Traceback" not in done.output
 
@@ -159,6 +191,25 @@ def test_one_engine_alone(run, engines, tmp_path):
     )  # fmt: skip
     with pytest.raises(Unsupported, match="drafts nothing"):
         module.both_modes("transformers:m")
+
+
+def test_a_long_prompt_is_skipped_and_said(run, engines, written, tmp_path):
+    """It ended the whole audit. Be it the first or another, and whichever engine refuses it."""
+    lines = ["x" * 900, *(f"prompt {n}" for n in range(6)), "y" * 300]
+    (tmp_path / "own.txt").write_text("\n".join(lines))
+    engines |= {"plain": Toy(drafts=False, room=500), "spec": Toy(room=250)}
+    done = run("plain", "spec", "--samples", 0, "--prompts", tmp_path / "own.txt")
+    assert done.exit_code == 0, done.output
+    assert "6 of 6" in done.stdout
+    said = "2 of 8 prompts were skipped: an engine refuses them (prompt 1: too long; shorten it)"
+    assert said in " ".join(done.stdout.split())
+    found, page = written()
+    assert set(found["skipped"]) == {"0", "7"}
+    assert said in page
+    engines["plain"].room = 65
+    done = run("plain", "spec", "--samples", 0, "--prompts", tmp_path / "own.txt")
+    assert done.exit_code == 3
+    assert "every prompt is refused: too long" in done.stderr
 
 
 # -- ended early
@@ -199,7 +250,7 @@ def test_ctrl_c_before_anything_was_heard(run, engines, tmp_path):
     engines |= {"plain": Toy(fail=failing(KeyboardInterrupt(), 0)), "spec": Toy()}
     done = run("plain", "spec")
     assert done.exit_code == 130
-    assert "before the first answer" in done.stderr
+    assert "interrupted" in done.stderr
     assert not (tmp_path / "out" / "audit.json").exists()
 
 
@@ -207,7 +258,7 @@ def test_a_server_that_stops_answering(run, engines, written):
     error = Unsupported("http://x stopped answering", fix="look into its log")
     engines |= {"plain": Toy(drafts=False), "spec": Toy(fail=failing(error, 5))}
     done = run("plain", "spec")
-    assert done.exit_code == 2
+    assert done.exit_code == 3
     assert "stopped answering" in done.stdout
     found, _ = written()
     assert not found["interrupted"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
-from outrider.engines import Answer, Counts, Token, Wish
+from outrider.engines import Answer, Counts, Refused, Token, Wish
 from outrider.errors import Unsupported
 
 WORDS = [" red", " green", " blue", " white", " black", " grey", " pink", " gold"]
@@ -85,6 +85,7 @@ class Toy:
     grid: logits are rounded to multiples of it, as in half precision
     fail: called before each wish with how many were answered
     refuse: whether to refuse logprobs
+    room: for the letters of a prompt and the tokens of its answer
     """
 
     rule: Rule = exact
@@ -94,6 +95,7 @@ class Toy:
     tell: bool = True
     fail: Callable[[int], None] = lambda n: None
     refuse: bool = False
+    room: int = 1_000_000
     spec: str = "toy"
     asked: list[Wish] = field(default_factory=list)
 
@@ -116,9 +118,15 @@ class Toy:
         known = tuple(tokens) if wish.logprobs is not None else ()
         return Answer("".join(words), known, len(words), "length", ((0.0, 0.0), (1.0, 1.0)))
 
-    def ask(self, wishes, concurrency=1, *, stream=False, rate=None, heard=None):
+    def ask(self, wishes, concurrency=1, *, stream=False, rate=None, heard=None, refused=None):
         answers = []
         for number, wish in enumerate(wishes):
+            if len(wish.prompt) + wish.max_tokens > self.room:
+                error = Refused("too long", fix="shorten it")
+                if refused is None:
+                    raise error
+                refused(number, error)
+                continue
             if self.refuse and wish.logprobs is not None:
                 raise Unsupported("no logprobs here", fix="ask for none")
             if wish.max_tokens > 1:  # an audit's first question only tries whether it may ask
@@ -130,7 +138,7 @@ class Toy:
         return answers
 
     def counts(self):
-        drafted = 3 * len(self.asked) if self.drafts else 0
+        drafted = sum(wish.max_tokens for wish in self.asked) if self.drafts else 0
         return Counts(drafted=drafted, accepted=drafted // 2)
 
     def facts(self):

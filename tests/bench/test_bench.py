@@ -189,7 +189,7 @@ def test_a_server_that_stops_answering_leaves_what_was_measured(tmp_path, engine
     ours = Fake("ours")
     engines(plain=Fake("plain"), ours=ours)
     monkeypatch.setattr(ours, "counts", lambda: (_ for _ in ()).throw(Unsupported("gone", fix="x")))
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(Unsupported, match="gone"):
         run(tmp_path, ["plain", "ours"])
     assert json.loads((tmp_path / "bench.json").read_text())["interrupted"]
 
@@ -224,7 +224,13 @@ def test_every_engine_is_first_now_and_then():
 
 def test_names_tell_engines_apart():
     specs = ["http://h:1", "http://h:1#drafter=suffix", "http://h:2"]
-    assert names([{"engine": spec} for spec in specs]) == ["plain", "drafter=suffix", "h:2"]
+    assert names([{"engine": spec} for spec in specs]) == ["plain", "drafter=suffix", "server h:2"]
+    ours = {"engine": "http://127.0.0.1:30101", "speculative_algorithm": "OUTRIDER"}
+    theirs = {"engine": "http://127.0.0.1:30102", "speculative_algorithm": "EAGLE"}
+    plain = {"engine": "http://127.0.0.1:30100"}
+    assert names([plain, ours, theirs]) == ["plain", "Outrider :30101", "EAGLE :30102"]
+    longer = {**ours, "engine": "http://127.0.0.1:30101#drafter=suffix"}
+    assert names([plain, longer]) == ["plain", "Outrider :30101, drafter=suffix"]
     specs = ["transformers:/a/m", "transformers:/a/m#draft=/b/d,mode=assisted"]
     assert names([{"engine": spec} for spec in specs]) == ["plain", "draft=d,mode=assisted"]
 
@@ -250,7 +256,7 @@ TINY = "src/outrider/assets/tiny"
         (["transformers:nowhere#drafter=ngram"], "no model at"),
         (["transformers:nowhere"], "drafts nothing"),
         ([f"transformers:{TINY}/target", f"transformers:{TINY}/draft"], "different models"),
-        ([f"transformers:{TINY}/target", f"transformers:{TINY}/target"], "--concurrency 1"),
+        ([f"transformers:{TINY}/target#drafter=ngram", "--concurrency", "4"], "--concurrency 1"),
         (["http://h", "--workload", "sonnets"], "choose from"),
         (["http://h", "--workload", "{empty}"], "has no prompts"),
         (["http://h", "--workload", "{broken}"], "line 1"),
@@ -265,7 +271,7 @@ def test_bad_input_says_what_to_do(tmp_path, arguments, said):
     places = {"empty": tmp_path / "empty.txt", "broken": tmp_path / "broken.jsonl"}
     given = [argument.format(**places) for argument in arguments]
     done = CliRunner().invoke(app, ["bench", *given, "--out", str(tmp_path / "out")])
-    assert done.exit_code == 2
+    assert done.exit_code == (3 if said in ("no server answers", "no model at") else 2)
     assert said in " ".join(done.stderr.replace("│", "").split())
 
 
@@ -292,3 +298,23 @@ def test_twin_a_cell_that_has_not_been_measured_has_no_speed():
     result = Result({}, [{"engine": "a"}, {"engine": "b"}], plan)
     assert result.cells == []
     assert "tokens_per_second" not in result.summary(Cell("chat", 1), 1)
+
+
+def test_transformers_own_generation_is_measured_one_at_a_time_by_default(tmp_path):
+    """It was refused, for the default concurrency has more."""
+    pair = f"transformers:{TINY}/target#draft={TINY}/draft"
+    options = ["--workload", "prose", "--rounds", "1", "--requests", "1", "--max-tokens", "8"]
+    done = CliRunner().invoke(app, ["bench", pair, *options, "--out", str(tmp_path), "--json"])
+    assert done.exit_code == 0, done.output
+    assert {cell["concurrency"] for cell in json.loads(done.stdout)["cells"]} == {1}
+
+
+def test_on_a_phone_no_column_is_out_of_sight():
+    """Columns beyond 420 px were cut off: rows become cards there, whose values say their head."""
+    from outrider.report import Page, table
+
+    page = Page("Outrider bench", "1.5 times plain")
+    page.add(table(["", "times plain", "answers"], [["code", "1.50", "4/4 equal"]]))
+    html = page.html()
+    assert "<td data-head='times plain'>1.50</td><td data-head='answers'>4/4 equal</td>" in html
+    assert ".stack td::before { content: attr(data-head)" in html

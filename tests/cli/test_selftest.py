@@ -136,17 +136,18 @@ def test_a_planted_fault_is_named(tmp_path):
 
 
 def test_cuda_without_a_gpu(tmp_path):
-    """Exit code 2 is for usage: nothing was tried."""
     done = python("-m", "outrider", "selftest", "--device", "cuda", "--out", tmp_path / "new",
                   CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # fmt: skip
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert "sees no GPU" in done.stderr
     assert "--device cpu" in done.stderr
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("package", ["torch", "triton"])
-def test_without_what_it_needs(package):
+@pytest.mark.parametrize(
+    ("package", "fix"), [("torch", "pip install torch"), ("triton", "outrider[selftest]")]
+)
+def test_without_what_it_needs(package, fix):
     code = f"""
         import sys
         sys.modules["{package}"] = None
@@ -154,14 +155,15 @@ def test_without_what_it_needs(package):
         app(["selftest", "--device", "cpu"])
     """
     done = python("-c", textwrap.dedent(code))
-    assert done.returncode == 2
-    assert f"pip install {package}" in done.stderr
+    assert done.returncode == 3
+    assert f"{package} is not installed here" in done.stderr
+    assert fix in done.stderr
 
 
 def test_triton_was_imported_too_early():
     code = "import triton; from outrider.cli.main import app; app(['selftest', '--device', 'cpu'])"
     done = python("-c", code)
-    assert done.returncode == 2
+    assert done.returncode == 3
     assert "TRITON_INTERPRET=1" in done.stderr
 
 

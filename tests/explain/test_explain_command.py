@@ -47,20 +47,20 @@ def test_prompt_from_stdin(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "says", "code"),
     [
-        (["--target", "no/such/model"], "no model 'no/such/model'"),
-        (["--drafter", "nonsense"], "choose one of"),
-        (["--chat"], "leave out --chat"),
-        (["--url", "http://127.0.0.1:9"], "outrider serve"),
-        (["--url", "http://127.0.0.1:9", "--draft", "x"], "has its draft model already"),
-        (["--url", "http://127.0.0.1:9", "--compare"], "outrider audit"),
-        (["--max-tokens", "5000"], "lower max_tokens"),
+        (["--target", "no/such/model"], "no model 'no/such/model'", 3),
+        (["--drafter", "nonsense"], "choose one of adaptive, model, ngram, none, suffix", 2),
+        (["--chat"], "leave out --chat", 2),
+        (["--url", "http://127.0.0.1:9"], "outrider serve", 3),
+        (["--url", "http://127.0.0.1:9", "--draft", "x"], "has its draft model already", 2),
+        (["--url", "http://127.0.0.1:9", "--compare"], "outrider audit", 2),
+        (["--max-tokens", "5000"], "lower max_tokens", 3),
     ],
 )
-def test_errors_end_with_2(tmp_path, args, says):
+def test_errors_say_what_to_do(tmp_path, args, says, code):
     found = explain(PROMPT, "--out", str(tmp_path), *args)
-    assert found.exit_code == 2, found.output
+    assert found.exit_code == code, found.output
     assert says in " ".join(found.stderr.split())
     assert "Traceback" not in found.output
     assert not list(tmp_path.iterdir())
@@ -134,7 +134,7 @@ def test_twin_a_difference_from_plain_decoding_ends_with_1(tmp_path, monkeypatch
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     found = explain(PROMPT, "--out", str(tmp_path / "file"))
-    assert found.exit_code == 2
+    assert found.exit_code == 3
 
 
 def quoted(file, begin):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -62,6 +63,10 @@ def test_totals_are_those_of_the_engine(tiny, load, tokenizer):
     assert totals.passes == stats.steps + 1
     assert totals.tokens_per_pass == pytest.approx(stats.accept_length)
     assert f"{stats.accept_length:.2f} tokens a pass" in walk.equation
+    # the numbers on show divide
+    tokens, passes = map(int, re.search(r"(\d+) tokens? in (\d+) pass", walk.counted).groups())
+    assert f"{tokens / passes:.2f} tokens a pass" in walk.equation
+    assert (tokens, passes) == (totals.tokens - 1, totals.passes - 1)
 
 
 def test_comparison_with_plain_decoding(tiny):

@@ -12,8 +12,8 @@ import yaml
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.engines import Answer
-from outrider.errors import Unsupported
+from outrider.engines import Answer, Counts
+from outrider.errors import Unsupported, UsageError
 from outrider.tune import run as command
 from outrider.tune.advice import advise
 from outrider.tune.search import (
@@ -90,11 +90,11 @@ def search(world, seconds=600.0, candidates=None):
 
 def test_the_fastest_is_found_within_the_budget():
     world = World()
-    found = search(world)
+    found = search(world, seconds=900.0)
     assert found.ranking[0] == Candidate("model", 4)
     assert found.score(Candidate("model", 4)) == pytest.approx(1.8, rel=0.02)
     assert [len(rung) for rung in found.rungs] == [16, 8, 4, 2]
-    assert 0.5 * 600 < world.clock[0] < 1.15 * 600
+    assert 0.5 * 900 < world.clock[0] < 1.15 * 900
     # who stays is measured on more texts
     rounds = [len(found.rounds_of(rung)) for rung in range(4)]
     assert rounds == sorted(rounds)
@@ -111,7 +111,9 @@ def test_noise_costs_little(seed):
 
 def test_twin_a_search_that_keeps_the_worse_half_is_seen(monkeypatch):
     score = Search.score
-    monkeypatch.setattr(Search, "score", lambda self, *who: 1 / max(1e-9, score(self, *who)))
+    monkeypatch.setattr(
+        Search, "score", lambda self, *who, **more: 1 / max(1e-9, score(self, *who, **more))
+    )
     found = search(World())
     assert SPEEDS[found.ranking[0].drafter][found.ranking[0].max_drafts] < 0.88 * 18
 
@@ -122,6 +124,142 @@ def test_plain_decoding_may_be_the_answer():
     assert advice.chosen == PLAIN
     assert advice.values == {"drafter": "none", "max_drafts": 0}
     assert "nothing was faster" in advice.reasons["drafter"]
+
+
+class Counting(World):
+    """Tells how many tokens a step gave, and answers some rounds with `short` tokens only."""
+
+    per_step = 1.0
+    short: dict[str, int] = {}  # noqa: RUF012 - by prompt
+
+    def variant(self, wishes, salt=None):
+        other = super().variant(wishes, salt)
+        other.__class__, other.per_step, other.short = Counting, self.per_step, self.short
+        other.total = Counts()
+        return other
+
+    def counts(self):
+        return self.total + Counts()
+
+    def ask(self, wishes, concurrency=1, **more):
+        most = max(self.short.get(wish.prompt, wish.max_tokens) for wish in wishes)
+        if most == 0:
+            now = self.clock[0] = self.clock[0] + 0.1
+            return [Answer("", (), 0, "stop", ((now - 0.1, 0.0), (now, 0.0))) for _ in wishes]
+        found = super().ask([replace(w, max_tokens=most) for w in wishes], concurrency, **more)
+        emitted = sum(answer.count for answer in found)
+        drafts = self.wishes["max_drafts"] > 0
+        self.total += Counts(
+            emitted=emitted, request_steps=emitted / (self.per_step if drafts else 1.0)
+        )
+        return found
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_round_of_short_answers_does_not_decide(tokens):
+    """A round with nothing to time said that every setting has plain's speed."""
+    world = Counting()
+    world.per_step, world.short = 4.0, {f"text {n}": tokens for n in (0, 1, 2, 3, 8, 9, 10, 11)}
+    found = search(world, seconds=1500.0)
+    assert any(trial.speed == 0 for trial in found.trials)
+    chosen = advise(found).chosen
+    assert chosen == Candidate("model", 4)
+    assert found.score(chosen) == pytest.approx(1.8, rel=0.02)
+    assert found.spread(chosen)[0] > 1
+
+
+def test_nothing_but_short_answers(tmp_path, monkeypatch):
+    world = Counting()
+    world.short = dict.fromkeys(["a", "b"], 0)
+    (tmp_path / "own.txt").write_text("a\nb\n")
+    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: world)
+    options = ["--workload", str(tmp_path / "own.txt"), "--minutes", "0.1", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["tune", "--engine", "http://world", *options])
+    assert done.exit_code == 4, done.output
+    assert "nothing to time" in done.stderr
+    assert not (tmp_path / "profile.yaml").exists()
+
+
+def test_rounds_weigh_by_their_tokens():
+    found = search(World(), seconds=10.0)
+    mine = Candidate("model", 4)
+    found.trials = [
+        Trial(who, 0, number, speed, 0.0, 0.0, 4, 4, tokens)
+        for number, (speeds, tokens) in enumerate([((10.0, 20.0), 200.0), ((10.0, 5.0), 2.0)])
+        for who, speed in zip((PLAIN, mine), speeds, strict=True)
+    ]
+    assert found.score(mine) == pytest.approx(20.2 / (10 + 0.4))
+
+
+def test_a_win_that_the_tokens_a_step_do_not_explain_is_none():
+    """1.8 times plain at 1.0 tokens a step: no equation gives that."""
+    world = Counting()
+    world.per_step = 1.0
+    found = search(world)
+    assert found.score(Candidate("model", 4)) > 1.5
+    assert advise(found).chosen == PLAIN
+    world = Counting()
+    world.per_step = 1.4
+    found = search(world)
+    assert advise(found).chosen != PLAIN
+    assert found.gain(advise(found).chosen) <= 1.4001
+    assert "1.40 times plain" in advise(found).reasons["drafter"]
+
+
+def test_a_win_within_the_noise_is_none():
+    even = {name: dict.fromkeys((0, 1, 2, 4, 8, 12), 10.0) for name in SPEEDS}
+    chosen = []
+    for seed in range(8):
+        world = World(even, noise=0.15)
+        world.coins.seed(seed)
+        found = search(world)
+        assert found.noise > 0.03
+        chosen.append(advise(found).chosen)
+    assert chosen.count(PLAIN) >= 7
+
+
+def test_no_more_drafts_than_the_server_allows(tmp_path, monkeypatch, capsys):
+    """A profile with more would be refused by the server that it was measured on."""
+    world = World({**SPEEDS, "model": {1: 12.0, 2: 12.0, 4: 14.0, 5: 18.0},
+                   "suffix": {1: 10.0, 2: 10.0, 4: 10.0, 5: 10.0},
+                   "adaptive": {1: 10.0, 2: 10.0, 4: 10.0, 5: 10.0}})  # fmt: skip
+    monkeypatch.setattr(world, "facts", lambda: {"model": "m", "speculative_num_steps": 5})
+    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: world)
+    command.run(wanted(tmp_path), True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["profile"] == {"drafter": "model", "max_drafts": 5}
+    assert {c.max_drafts for c in grid(["model"], 3)} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--speculative-num-steps", "5"], None),
+        (["--speculative-num-draft-tokens=6"], None),
+        ([], 12),
+    ],
+)
+def test_flags_decide_how_many_drafts_a_server_allows(tmp_path, monkeypatch, flags, said):
+    from outrider.tune import server
+
+    seen = []
+
+    class Process:
+        pid, returncode = 1, 2
+
+        def __init__(self, command, **more):
+            seen.append(yaml.safe_load(Path(command[command.index("--profile") + 1]).read_text()))
+            more["stdout"].write("error: unrecognized arguments: --no-such-flag")
+
+        def poll(self):
+            return 2
+
+    monkeypatch.setattr(server.subprocess, "Popen", Process)
+    monkeypatch.setattr(server, "_stop", lambda process: None)
+    context = server.serving(["--model-path", "m", *flags], 12, None, tmp_path / "log")
+    with pytest.raises(UsageError, match="unrecognized arguments"), context:
+        pass
+    assert seen[0].get("max_drafts") == said
 
 
 def test_what_adapts_is_chosen_among_equals():
@@ -154,7 +292,7 @@ def test_speeds_of_several_rounds_are_tokens_over_time():
     found = search(World(), seconds=10.0)
     mine = Candidate("model", 4)
     found.trials = [
-        Trial(who, 0, number, speed, 0.0, 0.0, 4, 4)
+        Trial(who, 0, number, speed, 0.0, 0.0, 4, 4, 50.0)
         for number, speeds in enumerate([(10.0, 20.0), (10.0, 5.0)])
         for who, speed in zip((PLAIN, mine), speeds, strict=True)
     ]
@@ -236,12 +374,15 @@ def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys):
         (["--engine", "http://h", "--workload", "sonnets"], "choose from"),
         (["--engine", "http://h", "--model-path", "m"], "either a running engine"),
         (["--engine", "transformers:nowhere"], "no model at"),
+        (["--enigne", "transformers:nowhere"], "Did you mean --engine?"),
+        (["--model-path", "m", "--workloads=code"], "Did you mean --workload?"),
+        (["--speculative-num-steps", "5"], "add --model-path"),
     ],
 )
 def test_bad_input_says_what_to_do(tmp_path, arguments, said):
     done = CliRunner().invoke(app, ["tune", *arguments, "--out", str(tmp_path)])
-    assert done.exit_code == 2
-    assert said in " ".join(done.stderr.split())
+    assert done.exit_code == (3 if said in ("no server answers", "no model at") else 2)
+    assert said in " ".join(done.stderr.replace("│", "").split())
 
 
 def test_in_this_process_on_a_real_pair(tmp_path, model_dir):

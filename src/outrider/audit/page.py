@@ -10,7 +10,7 @@ from importlib.resources import files
 from outrider.audit.compare import Divergence
 from outrider.audit.law import SIGNIFICANT, Law
 from outrider.audit.plots import cut, histogram, outcomes, visible
-from outrider.audit.result import Agreement, Result, summary
+from outrider.audit.result import CHANGED, SAME, TIES, Agreement, Result, summary
 from outrider.engines import Answer, Token
 from outrider.report import Page, table
 from outrider.report.page import State
@@ -21,7 +21,7 @@ SHOWN_BEFORE, SHOWN_AFTER = 320, 12
 """Characters before a divergence, and tokens after it."""
 
 STATES: dict[str, State] = {"numerical tie": "other", "wrong": "bad", "unknown": "other"}
-EXIT_STATES: dict[int, State] = {0: "good", 1: "bad", 2: "other"}
+VERDICT_STATES: dict[str, State] = {SAME: "good", TIES: "good", CHANGED: "bad"}
 
 
 def page(result: Result) -> str:
@@ -30,13 +30,12 @@ def page(result: Result) -> str:
     shown = Page(
         "Outrider audit",
         result.verdict,
-        EXIT_STATES[result.exit_code],
+        VERDICT_STATES.get(result.verdict, "other"),
         f"{speculative.get('engine')} against {plain.get('engine')}, {result.provenance['date']}",
         style=files("outrider.audit").joinpath("page.css").read_text(encoding="utf-8"),
     )
-    reasons = [*(result.wrongs[:1] or result.doubts[:1]), *result.notes]
-    if reasons:
-        shown.add("<ul class='notes'>", *(f"<li>{escape(said)}</li>" for said in reasons), "</ul>")
+    said = [result.reason, *result.notes]
+    shown.add("<ul class='notes'>", *(f"<li>{escape(one)}</li>" for one in said), "</ul>")
     shown.section("Greedy answers", *_greedy(result))
     if result.greedy.divergences:
         shown.section("Where they part", *_divergences(result))

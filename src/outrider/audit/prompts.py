@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from outrider.errors import Unsupported
+from outrider.errors import UsageError
 
 __all__ = ["LAW_PROMPTS", "read_prompts"]
 
@@ -24,12 +24,12 @@ def read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise Unsupported(
+        raise UsageError(
             f"{path} cannot be read ({error})", fix="give a text file with one prompt in each line"
         ) from error
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise Unsupported(f"{path} has no prompts", fix="write one in each line")
+        raise UsageError(f"{path} has no prompts", fix="write one in each line")
     if path.suffix != ".jsonl":
         return [line.strip() for _, line in numbered]
     return [_prompt(line, f"{path}, line {n}") for n, line in numbered]
@@ -40,20 +40,20 @@ def _prompt(line: str, where: str) -> str:
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
-        raise Unsupported(f"{where}: not JSON ({error})", fix=fix) from error
+        raise UsageError(f"{where}: not JSON ({error})", fix=fix) from error
     prompt = found.get("prompt") if isinstance(found, dict) else None
     if isinstance(found, dict) and "messages" in found:
         messages = found["messages"]
         if not isinstance(messages, list) or len(messages) != 1:
-            raise Unsupported(
+            raise UsageError(
                 f"{where}: a conversation of several messages", fix="keep a single user message"
             )
         message = messages[0] if isinstance(messages[0], dict) else {}
         if message.get("role") != "user":
-            raise Unsupported(
+            raise UsageError(
                 f"{where}: a message of {message.get('role')!r}", fix="keep a single user message"
             )
         prompt = message.get("content")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise Unsupported(f"{where}: no prompt", fix=fix)
+        raise UsageError(f"{where}: no prompt", fix=fix)
     return prompt

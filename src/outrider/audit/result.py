@@ -17,8 +17,9 @@ from outrider.audit.compare import (
     compare,
     tolerance,
 )
-from outrider.audit.law import Law, compare_laws
+from outrider.audit.law import POWER, Law, compare_laws
 from outrider.engines import Answer, Counts, Token
+from outrider.report.console import Exit
 
 __all__ = ["Agreement", "Answers", "Heard", "Result", "Settings", "quantile", "wilson"]
 
@@ -26,7 +27,12 @@ SAME = "Speculation does not change answers here"
 TIES = "Only numerical ties"
 CHANGED = "Speculation changes answers"
 OPEN = "Not decided"
-EXIT_CODES = {SAME: 0, TIES: 0, CHANGED: 1, OPEN: 2}
+THIN = "Not enough evidence"
+EXIT_CODES = {SAME: Exit.GOOD, TIES: Exit.GOOD, CHANGED: Exit.FINDING}
+
+MIN_PROMPTS, MIN_TOKENS = 5, 115
+"""Without so many compared, no difference means nothing. With 115 tokens a fault that changes one
+token in 50 shows in 9 of 10 audits."""
 
 Answers = dict[int, Answer]
 """By the number of the wish."""
@@ -38,6 +44,7 @@ class Settings:
 
     samples: answers to each prompt of the law test; 0 leaves it out
     tolerance: a margin up to which a divergence is a tie; None reads it from the noise
+    min_prompts, min_tokens: what must have been compared for a good verdict
     """
 
     chat: bool = True
@@ -48,17 +55,23 @@ class Settings:
     top_p: float = 1.0
     tolerance: float | None = None
     seed: int = 0
+    min_prompts: int = MIN_PROMPTS
+    min_tokens: int = MIN_TOKENS
 
 
 @dataclass
 class Heard:
-    """All answers so far. `plain_again` is the control: does plain agree with itself?"""
+    """All answers so far. `plain_again` is the control: does plain agree with itself?
+
+    skipped: why an engine refuses a prompt, by its number
+    """
 
     plain: Answers = field(default_factory=dict)
     plain_again: Answers = field(default_factory=dict)
     speculative: Answers = field(default_factory=dict)
     law_plain: Answers = field(default_factory=dict)
     law_speculative: Answers = field(default_factory=dict)
+    skipped: dict[int, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.plain)
@@ -231,6 +244,40 @@ class Result:
             yield "the speculative engine drafted nothing"
 
     @property
+    def evidence(self) -> int:
+        """Tokens in which a fault could have shown: compared, and no more than were drafted."""
+        drafted = self.greedy_counts.drafted if self.greedy_counts is not None else math.inf
+        return int(min(self.greedy.agreed, drafted))
+
+    @property
+    def rarest_fault(self) -> int | None:
+        """N, so that a fault that changes one token in N shows in 9 of 10 audits; None without."""
+        return round(1 / (1 - (1 - POWER) ** (1 / self.evidence))) if self.evidence else None
+
+    @property
+    def power(self) -> str:
+        """What this audit would have found."""
+        told = "" if self.greedy_counts is None else " drafted"
+        prompts = f"{len(self.greedy)} prompt{'s' * (len(self.greedy) != 1)}"
+        said = f"{self.evidence:,}{told} tokens of {prompts} compared"
+        if self.rarest_fault is not None:
+            said += f": a fault in 1 of {self.rarest_fault:,} tokens would show in 9 of 10 audits"
+        if self.law is None or not self.law.tests or self.law.detectable[0] >= 1:
+            return f"{said}; sampling not tested"
+        return f"{said}; in sampling, distances from {self.law.detectable[0]:.2f}"
+
+    @property
+    def thin(self) -> str | None:
+        """Why the evidence is not enough for a good verdict, or None."""
+        wanted = self.settings
+        if len(self.greedy) >= wanted.min_prompts and self.evidence >= wanted.min_tokens:
+            return None
+        return (
+            f"{self.power}; a verdict needs {wanted.min_tokens} tokens of {wanted.min_prompts} "
+            "prompts: raise --count or --max-tokens"
+        )
+
+    @property
     def _restless(self) -> bool:
         """Whether plain differs from itself by more than rounding."""
         most = max(MOST, self.tolerance.value)
@@ -243,18 +290,28 @@ class Result:
             return CHANGED
         if self.doubts:
             return OPEN
+        if self.thin:
+            return THIN
         return TIES if self.verdicts else SAME
 
     @property
     def headline(self) -> str:
-        """The verdict with its first reason."""
-        because = {CHANGED: self.wrongs, OPEN: self.doubts}.get(self.verdict)
-        return f"{self.verdict} ({because[0]})" if because else self.verdict
+        """The verdict with its first reason, or with its power."""
+        return f"{self.verdict} ({self.reason})"
 
     @property
-    def exit_code(self) -> int:
-        """0 good, 1 answers change, 2 not decided."""
-        return EXIT_CODES[self.verdict]
+    def reason(self) -> str:
+        """What the verdict rests on."""
+        found = {CHANGED: self.wrongs, OPEN: self.doubts}.get(self.verdict)
+        return found[0] if found else self.thin or self.power
+
+    @property
+    def exit_code(self) -> Exit:
+        """That of the verdict; or why there is none."""
+        if self.interrupted:
+            return Exit.INTERRUPTED
+        undecided = Exit.COULD_NOT_RUN if self.stopped else Exit.UNDECIDED
+        return EXIT_CODES.get(self.verdict, undecided)
 
     @cached_property
     def notes(self) -> list[str]:
@@ -267,6 +324,12 @@ class Result:
             yield from self.doubts
         elif self.verdict == OPEN:
             yield from self.doubts[1:]
+        if self.heard.skipped:
+            n, why = next(iter(self.heard.skipped.items()))
+            yield (
+                f"{len(self.heard.skipped)} of {len(self.prompts)} prompts were skipped: an engine "
+                f"refuses them (prompt {n + 1}: {why})"
+            )
         if len(self.control) and self.control.identical < len(self.control):
             yield (
                 f"the plain engine agrees with itself on {self.control.identical} of "
@@ -302,7 +365,15 @@ class Result:
             "headline": self.headline,
             "wrong": self.wrongs,
             "doubts": self.doubts,
+            "power": {
+                "said": self.power,
+                "prompts": len(self.greedy),
+                "tokens": self.evidence,
+                "one_fault_in": self.rarest_fault,
+                "law_distance": self.law.detectable[0] if self.law and self.law.tests else None,
+            },
             "notes": self.notes,
+            "skipped": {str(n): why for n, why in self.heard.skipped.items()},
             "stopped": self.stopped,
             "interrupted": self.interrupted,
             "engines": {name: dict(facts) for name, facts in self.facts.items()},

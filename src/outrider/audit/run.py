@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +17,27 @@ from rich.table import Table
 
 from outrider.audit.law import LENGTH
 from outrider.audit.prompts import LAW_PROMPTS, read_prompts
-from outrider.audit.result import Agreement, Answers, Heard, Result, Settings, summary
-from outrider.engines import Answer, Counts, Engine, Wish, both_modes, open_engine
+from outrider.audit.result import (
+    CHANGED,
+    SAME,
+    TIES,
+    Agreement,
+    Answers,
+    Heard,
+    Result,
+    Settings,
+    summary,
+)
+from outrider.engines import Answer, Counts, Engine, Refused, Wish, both_modes, open_engine
 from outrider.errors import Unsupported
-from outrider.report.console import INTERRUPTED, complain
+from outrider.report.console import printable
 
 __all__ = ["audit", "run"]
 
 ALTERNATIVES = 5
 """Logprobs asked for at each place: what OpenAI's completions give at most."""
 
-COLOURS = {0: "green", 1: "red", 2: "yellow"}
+COLOURS = {SAME: "green", TIES: "green", CHANGED: "red"}
 Ticker = Callable[[str, int], Callable[[], None]]
 """Called with the name of a stage and its size; returns what is called after each answer."""
 
@@ -45,35 +55,25 @@ def run(
 ) -> None:
     """Ask both engines, compare, write both files.
 
-    Ends with 0 if answers do not change or tie, 1 if they change, 2 if nothing can be said, 130 if
-    interrupted; what was heard until then is written.
+    Ends with the exit code of the verdict. What was heard until an interruption is written.
 
     prompts: themselves, or a file of which `count` are taken
     """
     console = Console(stderr=True)
-    try:
-        if importlib.util.find_spec("scipy") is None:
-            raise Unsupported("chi-square without scipy", fix="pip install 'outrider[tools]'")
-        asked = read_prompts(prompts)[:count] if isinstance(prompts, Path) else prompts
-        law = read_prompts(law_prompts) if law_prompts else LAW_PROMPTS
-        names = (plain, speculative) if speculative else both_modes(plain)
-        out.mkdir(parents=True, exist_ok=True)
-        with _progress(console) as ticker:
-            result = audit(names, asked, law, settings, ticker)
-    except KeyboardInterrupt:
-        console.print("[red]interrupted before the first answer[/]")
-        raise SystemExit(INTERRUPTED) from None
-    except (Unsupported, OSError) as error:
-        complain(console, error)
-        raise SystemExit(2) from error
+    if importlib.util.find_spec("scipy") is None:
+        raise Unsupported("chi-square without scipy", fix="pip install 'outrider[tools]'")
+    asked = read_prompts(prompts)[:count] if isinstance(prompts, Path) else prompts
+    law = read_prompts(law_prompts) if law_prompts else LAW_PROMPTS
+    names = (plain, speculative) if speculative else both_modes(plain)
+    out.mkdir(parents=True, exist_ok=True)
+    with _progress(console) as ticker:
+        result = audit(names, asked, law, settings, ticker)
     _write(result, out)
     if as_json:
         sys.stdout.write(_text(result))
     else:
         show(result, Console(highlight=False))
     console.print(f"{out / 'audit.json'}, {out / 'audit.html'}", highlight=False)
-    if result.interrupted:
-        raise SystemExit(INTERRUPTED)
     if result.exit_code:
         raise SystemExit(result.exit_code)
 
@@ -147,7 +147,7 @@ def _stages(
     wishes = [Wish(prompt, settings.chat, settings.max_tokens) for prompt in result.prompts]
     order = list(range(len(wishes)))
     # before the long part: an engine that refuses shall say so now
-    told = {id(engine): _probe(engine, wishes[0]) for engine in (plain, speculative)}
+    told = {id(engine): _probe(engine, wishes) for engine in (plain, speculative)}
     # the control asks the other way round: a prompt has other neighbours in its batch then
     for engine, numbers, answers, name in (
         (plain, order, heard.plain, "plain"),
@@ -155,7 +155,11 @@ def _stages(
         (plain, order[::-1], heard.plain_again, "plain again"),
     ):
         asked = [replace(wish, logprobs=told[id(engine)]) for wish in wishes]
-        yield _ask(engine, asked, numbers, answers, settings, ticker(name, len(order))), name
+        left = [n for n in numbers if n not in heard.skipped]
+        if not left:
+            raise Unsupported(f"every prompt is refused: {heard.skipped[0]}", fix="use others")
+        tick = ticker(name, len(left))
+        yield _ask(engine, asked, left, answers, settings, tick, heard.skipped), name
     if not settings.samples or not result.law_prompts:
         return
     count = settings.samples * len(result.law_prompts)
@@ -181,15 +185,23 @@ def _stages(
         yield _ask(engine, sampled, list(range(count)), answers, settings, tick), name
 
 
-def _probe(engine: Engine, wish: Wish) -> int | None:
-    """Return how many logprobs an engine tells; None if it refuses them. Or raise its refusal."""
-    one = replace(wish, max_tokens=1)
-    try:
-        engine.ask([replace(one, logprobs=ALTERNATIVES)])
-    except Unsupported:
-        engine.ask([one])
-        return None
-    return ALTERNATIVES
+def _probe(engine: Engine, wishes: Sequence[Wish]) -> int | None:
+    """Return how many logprobs an engine tells; None if it refuses them.
+
+    Raises its refusal if it refuses every wish. One that refuses the first may serve others.
+    """
+    first = None
+    for wish in wishes:
+        one = replace(wish, max_tokens=1)
+        with suppress(Unsupported):
+            engine.ask([replace(one, logprobs=ALTERNATIVES)])
+            return ALTERNATIVES
+        try:
+            engine.ask([one])
+            return None
+        except Refused as error:
+            first = first or error
+    raise first or Unsupported("no prompts", fix="give some")
 
 
 def _ask(
@@ -199,15 +211,25 @@ def _ask(
     answers: Answers,
     settings: Settings,
     tick: Callable[[], None],
+    skipped: dict[int, str] | None = None,
 ) -> Counts | None:
-    """Ask in an order. Return what speculation did meanwhile, if the engine tells."""
+    """Ask in an order. Return what speculation did meanwhile, if the engine tells.
+
+    skipped: notes what is refused; without it, the first refusal is raised
+    """
     before = engine.counts()
 
     def heard(place: int, answer: Answer) -> None:
         answers[order[place]] = answer
         tick()
 
-    engine.ask([wishes[n] for n in order], settings.concurrency, heard=heard)
+    def refused(place: int, error: Refused) -> None:
+        if skipped is not None:
+            skipped[order[place]] = str(error)
+        tick()
+
+    told = None if skipped is None else refused
+    engine.ask([wishes[n] for n in order], settings.concurrency, heard=heard, refused=told)
     after = engine.counts()
     return after - before if before is not None and after is not None else None
 
@@ -255,8 +277,12 @@ def show(result: Result, console: Console) -> None:
             "outcomes) would be found"
         )
     for note in result.notes:
-        console.print(note, style="dim", markup=False)
-    console.print(result.headline, style=f"bold {COLOURS[result.exit_code]}", markup=False)
+        console.print(printable(note), style="dim", markup=False)
+    console.print(
+        printable(result.headline),
+        style=f"bold {COLOURS.get(result.verdict, 'yellow')}",
+        markup=False,
+    )
 
 
 def _agreement(found: Agreement) -> Iterator[str]:

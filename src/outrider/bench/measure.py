@@ -13,9 +13,9 @@ from outrider.audit import Comparison, compare, depart, tolerance
 from outrider.audit.prompts import read_prompts
 from outrider.bench.workloads import KINDS, prompts
 from outrider.engines import Answer, Counts, Engine, Wish
-from outrider.errors import Unsupported
+from outrider.errors import UsageError
 
-__all__ = ["Cell", "Parity", "Plan", "Run", "measure", "speed_of", "workload"]
+__all__ = ["Cell", "Parity", "Plan", "Run", "measure", "speed_of", "timed", "workload"]
 
 
 TIE = "numerical tie"
@@ -117,7 +117,7 @@ def workload(name: str, count: int) -> list[str]:
         return prompts(name, min(count, 36))
     if Path(name).suffix:
         return read_prompts(Path(name))
-    raise Unsupported(
+    raise UsageError(
         f"workload {name!r}", fix=f"choose from {', '.join(KINDS)}, or name a .jsonl or .txt file"
     )
 
@@ -207,16 +207,24 @@ def _verdict(one: Comparison, allowed: float) -> str:
     return one.divergence.verdict(allowed) if one.divergence else "wrong"
 
 
-def speed_of(answers: Sequence[Answer]) -> float:
-    """Return tokens a second, from the first token of all answers to the last.
+def timed(answers: Sequence[Answer]) -> tuple[float, float]:
+    """Return the tokens after the first one of all answers, and the seconds that they took.
 
     Engines whose answers agree have done the same work then, and a ratio of speeds is one of times.
+    Empty answers say nothing; without a second token there is nothing to time: (0, 0).
     """
-    start = min(a.arrivals[0][0] + a.first_token for a in answers)
-    end = max(a.arrivals[-1][0] for a in answers)
+    answers = [a for a in answers if a.arrivals[-1][1] > 0]
+    start = min((a.arrivals[0][0] + a.first_token for a in answers), default=0.0)
+    end = max((a.arrivals[-1][0] for a in answers), default=0.0)
     tokens = sum(a.arrivals[-1][1] for a in answers)
     early = sum(n for a in answers for t, n in a.arrivals[1:2] if t <= start)
-    return (tokens - early) / (end - start) if end > start else 0.0
+    return (tokens - early, end - start) if end > start else (0.0, 0.0)
+
+
+def speed_of(answers: Sequence[Answer]) -> float:
+    """Return tokens a second, from the first token of all answers to the last; 0 of none."""
+    tokens, seconds = timed(answers)
+    return tokens / seconds if seconds else 0.0
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

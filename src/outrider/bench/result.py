@@ -10,9 +10,10 @@ from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from outrider.bench.measure import Cell, Parity, Plan, Run, percentiles, spread
-from outrider.errors import Unsupported
+from outrider.errors import UsageError
 
 __all__ = ["Result", "load_result"]
 
@@ -135,8 +136,11 @@ def load_result(file: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if found["outrider_bench"] != VERSION:
             raise ValueError(f"version {found['outrider_bench']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Unsupported(
+        for cell in found["cells"]:
+            _ = cell["workload"], cell["concurrency"], cell["rate"]
+            _ = found["engines"][cell["engine"]]["engine"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
             f"{file} is no result of `outrider bench` ({error!r:.200})", fix="give its JSON file"
         ) from error
     return found
@@ -176,9 +180,13 @@ def names(engines: Sequence[dict[str, Any]]) -> list[str]:
     specs = [str(engine["engine"]) for engine in engines]
     plain = specs[0].partition("#")[0]
     found = []
-    for spec in specs[1:]:
+    for spec, facts in zip(specs[1:], engines[1:], strict=True):
         base, _, wishes = spec.partition("#")
-        if not wishes or base != plain:
-            wishes = spec.partition("://")[2] or spec
-        found.append(re.sub(r"[^=,:]*/", "", wishes))  # of a path, its last part
+        if "://" in base and base != plain:
+            parts, algorithm = urlsplit(base), facts.get("speculative_algorithm") or "server"
+            host = "" if parts.hostname in ("127.0.0.1", "localhost") else parts.hostname
+            port = "" if parts.port is None else f":{parts.port}"
+            called = "Outrider" if algorithm == "OUTRIDER" else algorithm
+            wishes = ", ".join(filter(None, [f"{called} {host}{port}", wishes]))
+        found.append(re.sub(r"[^=,:]*/", "", wishes or spec))  # of a path, its last part
     return ["plain", *(found if len(set(found)) == len(found) else specs[1:])]

@@ -12,29 +12,27 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.errors import Unsupported
-from outrider.report.console import INTERRUPTED, complain
+from outrider.errors import Unsupported, UsageError
+from outrider.report.console import Exit
 
 if TYPE_CHECKING:
-    from outrider.bench.measure import Plan
     from outrider.bench.result import Result
     from outrider.engines import Engine
 
 __all__ = ["run", "run_compare"]
 
+LOADS = (1, 4)
+"""Requests at once, if nobody says."""
+
 
 def run(
     specs: Sequence[str], workloads: Sequence[str], out: Path, as_json: bool, **plan: Any
 ) -> None:
-    """Measure, write both files. Ends with 1 if answers differ, 2 if nothing could be measured."""
+    """Measure, write both files. Ends with 1 if answers differ."""
     console = Console(stderr=True)
-    try:
-        with console.status("opening the engines"):
-            result, engines = prepare(specs, workloads, **plan)
-            out.mkdir(parents=True, exist_ok=True)
-    except (Unsupported, OSError) as error:
-        complain(console, error)
-        raise SystemExit(2) from error
+    with console.status("opening the engines"):
+        result, engines = prepare(specs, workloads, **plan)
+        out.mkdir(parents=True, exist_ok=True)
     failed = None
     try:
         _measure(result, engines, console)
@@ -57,13 +55,12 @@ def run(
         show(result, Console())
     console.print(f"{out / 'bench.json'}, {out / 'bench.html'}", highlight=False)
     if failed is not None:
-        complain(console, failed)
-        raise SystemExit(2)
+        raise failed
     if result.interrupted:
         console.print("interrupted: the report has what was measured until then", style="yellow")
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(Exit.INTERRUPTED)
     if result.broken:
-        raise SystemExit(1)
+        raise SystemExit(Exit.FINDING)
 
 
 def prepare(
@@ -75,33 +72,37 @@ def prepare(
     from outrider.engines import both_modes, open_engine
     from outrider.report import provenance
 
-    most = max([*settings["concurrency"], *(8 for _ in settings["rates"])], default=1)
+    most = max([*(settings["concurrency"] or LOADS), *(8 for _ in settings["rates"])])
     needed = most * max(1, settings["requests"])
-    plan = Plan({name: workload(name, needed) for name in workloads}, **settings)
+    texts: dict[str, Sequence[str]] = {name: workload(name, needed) for name in workloads}
     if len(specs) == 1:
         specs = both_modes(specs[0])
     engines = [open_engine(spec) for spec in specs]
-    if any(engine.spec.startswith("transformers:") for engine in engines) and plan.rates:
-        raise Unsupported("--rate with a model in this process", fix="serve it, or leave it out")
     facts = [engine.facts() for engine in engines]
-    _check(facts, plan)
+    settings["concurrency"] = _loads(facts, settings["concurrency"])
+    if settings["rates"] and any(spec.startswith("transformers:") for spec in specs):
+        raise UsageError("--rate with a model in this process", fix="serve it, or leave it out")
+    plan = Plan(texts, **settings)
     return Result(provenance(), facts, plan), engines
 
 
-def _check(facts: Sequence[dict[str, Any]], plan: Plan) -> None:
-    """Refuse what cannot be compared."""
+def _loads(facts: Sequence[dict[str, Any]], wanted: Sequence[int] | None) -> Sequence[int]:
+    """Return how many requests are open at once. Refuses what cannot be compared."""
     models = {str(one["model"]).rstrip("/").rpartition("/")[2] for one in facts}
     if len(models) > 1:
-        raise Unsupported(
+        raise UsageError(
             f"engines with different models: {', '.join(sorted(models))}",
             fix="compare engines that serve the same one",
         )
-    theirs = [one["engine"] for one in facts if one.get("mode") in ("plain", "assisted", "lookup")]
-    if theirs and max(plan.concurrency, default=1) > 1:
-        raise Unsupported(
-            f"concurrency above 1 with {theirs[0]}: it answers one request at a time",
+    alone = [one["engine"] for one in facts if one.get("mode") in ("plain", "assisted", "lookup")]
+    if wanted is None:
+        return LOADS[:1] if alone else LOADS
+    if alone and max(wanted, default=1) > 1:
+        raise UsageError(
+            f"concurrency above 1 with {alone[0]}: it answers one request at a time",
             fix="use --concurrency 1",
         )
+    return wanted
 
 
 def _measure(result: Result, engines: Sequence[Engine], console: Console) -> None:
@@ -173,14 +174,9 @@ def run_compare(old: Path, new: Path, as_json: bool) -> None:
     """Print how the speed-ups of two results compare, cell by cell."""
     from outrider.bench.result import compared, load_result
 
-    console = Console(stderr=True)
-    try:
-        found = compared(load_result(old), load_result(new))
-        if not found:
-            raise Unsupported(f"{old} and {new} have no cell in common", fix="measure the same")
-    except Unsupported as error:
-        complain(console, error)
-        raise SystemExit(2) from error
+    found = compared(load_result(old), load_result(new))
+    if not found:
+        raise UsageError(f"{old} and {new} have no cell in common", fix="measure the same")
     if as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Optional, TypeVar
@@ -10,13 +12,16 @@ from typing import Annotated, Optional, TypeVar
 import typer
 
 from outrider import __version__
+from outrider.cli.group import Commands
+from outrider.errors import UsageError
 
 app = typer.Typer(
     name="outrider",
+    cls=Commands,
     help="Speculative decoding that never changes the answer.",
     no_args_is_help=True,
     add_completion=False,
-    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -26,13 +31,25 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
 @app.callback()
 def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error, too.")
+    ] = False,
 ) -> None:
-    """Speculative decoding that never changes the answer."""
+    """Speculative decoding that never changes the answer.
+
+    Exit codes: 0 good, 1 finding, 2 usage, 3 could not run, 4 undecided, 130 interrupted.
+    """
 
 
 @app.command()
@@ -42,7 +59,7 @@ def demo(
     ),
     max_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to write.")] = 48,
     max_drafts: Annotated[int, typer.Option(min=0, help="K, the most drafts in a step.")] = 5,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, callback=_finite, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the coins.")] = 0,
 ) -> None:
     """Explain a text of the tiny models in the package, and compare it with plain decoding."""
@@ -78,7 +95,7 @@ def explain(
         Optional[int],  # noqa: UP045
         typer.Option(min=0, help="K, the most drafts in a step; by default 8, or the server's."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, callback=_finite, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the coins.")] = 0,
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode again without drafts: bit for bit the same?")
@@ -95,7 +112,10 @@ def explain(
     from outrider.explain.run import run
 
     if prompt == "-":
-        prompt = typer.get_text_stream("stdin").read()
+        try:
+            prompt = typer.get_binary_stream("stdin").read().decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"stdin is not UTF-8 ({error})", fix="convert it: iconv") from error
     wishes = Wishes(
         prompt,
         target=target,
@@ -122,6 +142,7 @@ def serve(
     """Serve with SGLang and Outrider. All other options are SGLang's: --model-path and so on."""
     from outrider.cli.serve import run
 
+    _refuse_typos(context)
     run(profile, context.args)
 
 
@@ -198,7 +219,11 @@ def doctor(
     tp: Annotated[int, typer.Option(min=1, help="Devices that share the models.")] = 1,
     memory_gib: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0.001, help="Memory of a device; by default that of this machine's."),
+        typer.Option(
+            min=0.001,
+            callback=_finite,
+            help="Memory of a device; by default this machine's.",
+        ),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Explain known faults that may concern you, too.")
@@ -255,12 +280,22 @@ def audit(
         Optional[Path],  # noqa: UP045
         typer.Option(help="A file of prompts for the law test: ones with many likely answers."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of the law test.")] = 1.0,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, callback=_finite, help="Of the law test.")
+    ] = 1.0,
     top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Of the law test.")] = 1.0,
     tolerance: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0, help="The largest margin of a tie, in logprob; else from the noise."),
+        typer.Option(
+            min=0, callback=_finite, help="The largest margin of a tie, in logprob; else noise's."
+        ),
     ] = None,
+    min_prompts: Annotated[
+        int, typer.Option(min=1, help="Compared prompts without which there is no good verdict.")
+    ] = 5,
+    min_tokens: Annotated[
+        int, typer.Option(min=1, help="The same of tokens; of drafted ones, if the engine tells.")
+    ] = 115,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of the seeds of the law test.")] = 0,
     out: Annotated[Path, typer.Option(help="Where audit.json and audit.html are written.")] = Path(
@@ -290,6 +325,8 @@ def audit(
         top_p=top_p,
         tolerance=tolerance,
         seed=seed,
+        min_prompts=min_prompts,
+        min_tokens=min_tokens,
     )
     run(
         plain,
@@ -316,7 +353,10 @@ def bench(
         list[str],
         typer.Option(help="code, edit, chat, prose, json, mixed, or a .jsonl or .txt file."),
     ] = ["code", "chat"],  # noqa: B006 - typer's way
-    concurrency: Annotated[str, typer.Option(help="Requests at once, as 1,4,16.")] = "1,4",
+    concurrency: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Requests at once, as 1,4,16. By default 1,4; 1 for Transformers' own."),
+    ] = None,
     rate: Annotated[str, typer.Option(help="Requests a second, as 0.5,2, too.")] = "",
     max_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often each cell is repeated.")] = 3,
@@ -341,9 +381,18 @@ def bench(
         return
     if not engines:
         raise typer.BadParameter("name an engine: http://host:port or transformers:MODEL")
-    plan = {"concurrency": _numbers(concurrency, int), "rates": _numbers(rate, float)}
-    plan |= {"max_tokens": max_tokens, "rounds": rounds, "requests": requests, "chat": chat}
-    run(engines, workload, out, json, **plan)
+    run(
+        engines,
+        workload,
+        out,
+        json,
+        concurrency=_numbers(concurrency, int) if concurrency else None,
+        rates=_numbers(rate, float),
+        max_tokens=max_tokens,
+        rounds=rounds,
+        requests=requests,
+        chat=chat,
+    )
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -360,7 +409,9 @@ def tune(
         str, typer.Option(help="code, edit, chat, prose, json, mixed, or a .jsonl or .txt file.")
     ] = "mixed",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long to search.")] = 10,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, callback=_finite, help="How long to search.")
+    ] = 10,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
     out: Annotated[
         Path, typer.Option(help="Where profile.yaml, tune.json and tune.html are written.")
@@ -372,7 +423,18 @@ def tune(
     """Find the settings for this model, machine and traffic; see docs/tools/tune.md."""
     from outrider.tune.run import Wanted, run
 
+    _refuse_typos(context)
     run(Wanted(engine, context.args, workload, concurrency, minutes, chat, out), json)
+
+
+def _refuse_typos(context: typer.Context) -> None:
+    """Refuse what is meant to be passed on to SGLang, but looks like an option of ours."""
+    ours = [name for option in context.command.params for name in option.opts]
+    for argument in context.args:
+        name = argument.partition("=")[0]
+        close = get_close_matches(name, ours, 1, 0.8) if name.startswith("--") else []
+        if close:
+            raise typer.BadParameter(f"No such option: {name}. Did you mean {close[0]}?")
 
 
 Number = TypeVar("Number", int, float)
@@ -383,6 +445,6 @@ def _numbers(text: str, kind: Callable[[str], Number]) -> list[Number]:
         found = [kind(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise typer.BadParameter(f"{text!r}: write numbers, as 1,4,16") from error
-    if any(number <= 0 for number in found):
+    if not all(0 < number < math.inf for number in found):
         raise typer.BadParameter(f"{text!r}: numbers must be above 0")
     return found

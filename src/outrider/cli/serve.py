@@ -8,26 +8,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from outrider.errors import Unsupported
-from outrider.hosts.sglang.profile import CONFIG_VARIABLE, load_profile
-from outrider.report.console import complain
+from outrider.errors import Unsupported, UsageError
 
 
 def run(profile: Path | None, arguments: Sequence[str]) -> None:
     """Check the profile and become `python -m sglang.launch_server`."""
-    console = Console(stderr=True)
+    # before the profile, whose check needs torch
+    if importlib.util.find_spec("sglang") is None:
+        raise Unsupported("SGLang is not installed here", fix="pip install sglang==0.5.23")
+    from outrider.hosts.sglang.profile import CONFIG_VARIABLE, load_profile
+
     environment = dict(os.environ)
-    try:
-        if profile is not None:
+    if profile is not None:
+        try:
             load_profile(str(profile))
-            environment[CONFIG_VARIABLE] = str(profile.resolve())
-        if importlib.util.find_spec("sglang") is None:
-            raise Unsupported("SGLang is not installed here", fix="install sglang==0.5.11")
-    except Unsupported as error:
-        complain(console, error)
-        raise SystemExit(1) from error
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"profile {profile} is not UTF-8 ({error})", fix="convert it"
+            ) from error
+        except Unsupported as error:
+            raise UsageError(error.what, fix=error.fix) from error
+        environment[CONFIG_VARIABLE] = str(profile.resolve())
     command = [sys.executable, "-m", "sglang.launch_server"]
     command += ["--speculative-algorithm", "OUTRIDER", *arguments]
     os.execve(sys.executable, command, environment)

@@ -86,7 +86,10 @@ class Cost:
 
     def speedup(self, acceptance: float) -> float:
         """Return tokens per step over a step's cost, if each draft is accepted so likely."""
-        return sum(acceptance**i for i in range(self.drafts + 1)) / self.step
+        if acceptance == 1:
+            return (self.drafts + 1) / self.step
+        # the sum of acceptance**i, i from 0 to K
+        return (1 - acceptance ** (self.drafts + 1)) / (1 - acceptance) / self.step
 
     @property
     def break_even(self) -> float | None:

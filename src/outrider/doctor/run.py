@@ -22,9 +22,9 @@ from outrider.doctor.model import Model, read_model
 from outrider.doctor.pair import Cost, Plan, check_context, check_cost, check_kind
 from outrider.doctor.server import Served, ask, check_server
 from outrider.doctor.tokens import check_tokens
-from outrider.errors import Unsupported
+from outrider.errors import Unsupported, UsageError
 from outrider.report import provenance
-from outrider.report.console import INTERRUPTED, complain
+from outrider.report.console import Exit, printable
 
 __all__ = ["Report", "examine", "run", "show"]
 
@@ -82,23 +82,17 @@ def run(
     verbose: bool,
     as_json: bool,
 ) -> None:
-    """Look, and say what was found. Ends with 1 if there is a problem, 2 if nothing was found."""
+    """Look, and say what was found. Ends with 1 if there is a problem."""
     console = Console(stderr=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it looks, it does not fetch
-    try:
-        with console.status("looking at models and machine"):
-            report = examine(target, draft, url, plan, memory_gib)
-    except Unsupported as error:
-        complain(console, error)
-        raise SystemExit(2) from error
-    except KeyboardInterrupt:
-        raise SystemExit(INTERRUPTED) from None
+    with console.status("looking at models and machine"):
+        report = examine(target, draft, url, plan, memory_gib)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n")
     else:
         show(report, Console(), verbose)
     if report.count("problem"):
-        raise SystemExit(1)
+        raise SystemExit(Exit.FINDING)
 
 
 def examine(
@@ -111,7 +105,7 @@ def examine(
     """Read the files, look at the machine, ask the server, and check it all."""
     served = ask(url) if url else None
     if target_name is None and served is None:
-        raise Unsupported("no TARGET and no --url", fix="name a model, a server, or both")
+        raise UsageError("no TARGET and no --url", fix="name a model, a server, or both")
     named = served.models[0] if served else None
     target = read_model(target_name) if target_name else _readable(named)
     draft = read_model(draft_name) if draft_name else _readable(served.draft if served else None)
@@ -216,11 +210,11 @@ def show(report: Report, console: Console, verbose: bool = False) -> None:
 
 
 def _said(finding: Finding) -> Text:
-    text = Text(finding.what)
+    text = Text(printable(finding.what))
     if finding.why:
-        text.append(f"\n{finding.why}", "dim")
+        text.append(f"\n{printable(finding.why)}", "dim")
     if finding.fix and finding.level != "ok":
-        text.append("\n-> ", "dim").append(finding.fix)
+        text.append("\n-> ", "dim").append(printable(finding.fix))
     return text
 
 

@@ -16,7 +16,7 @@ from outrider.doctor.known_bad import OURS, OWN
 from outrider.doctor.model import Model
 from outrider.doctor.pair import Plan
 from outrider.doctor.weights import BYTES
-from outrider.engines import authorization
+from outrider.engines import authorization, base_url
 from outrider.errors import Unsupported
 
 __all__ = ["Served", "ask", "check_server"]
@@ -93,9 +93,7 @@ class Served:
 
 def ask(url: str) -> Served:
     """Ask a server what it serves. Raises Unsupported if none answers, or no model server."""
-    root = url.rstrip("/").removesuffix("/v1")
-    if "://" not in root:
-        root = f"http://{root}"
+    root = base_url(url if "://" in url else f"http://{url}").removesuffix("/v1")
     info = _get(root, "/model_info") or _get(root, "/get_model_info")
     if isinstance(info, dict) and "model_path" in info:
         said = _get(root, "/server_info") or _get(root, "/get_server_info")

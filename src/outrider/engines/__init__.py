@@ -17,10 +17,13 @@ from outrider.engines.base import (
     Answer,
     Counts,
     Engine,
+    Refused,
     Token,
     Wish,
     authorization,
+    base_url,
     both_modes,
+    check_drafter,
     open_engine,
 )
 
@@ -28,9 +31,12 @@ __all__ = [
     "Answer",
     "Counts",
     "Engine",
+    "Refused",
     "Token",
     "Wish",
     "authorization",
+    "base_url",
     "both_modes",
+    "check_drafter",
     "open_engine",
 ]

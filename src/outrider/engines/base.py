@@ -9,18 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
-from outrider.errors import Unsupported
+from outrider.errors import Unsupported, UsageError
 
 __all__ = [
     "Answer",
     "Counts",
     "Engine",
     "Heard",
+    "OnRefused",
+    "Refused",
     "Token",
     "Wish",
     "authorization",
+    "base_url",
     "both_modes",
+    "check_drafter",
     "open_engine",
 ]
 
@@ -148,6 +153,14 @@ Heard = Callable[[int, Answer], None]
 """Called with the number of a wish and its answer, as they come in."""
 
 
+class Refused(Unsupported):
+    """A wish that an engine refuses, and others need not share its fate: too long a prompt."""
+
+
+OnRefused = Callable[[int, Refused], None]
+"""Called with the number of a wish that is refused. It has no answer then."""
+
+
 class Engine(Protocol):
     """Something that answers.
 
@@ -164,8 +177,9 @@ class Engine(Protocol):
         stream: bool = False,
         rate: float | None = None,
         heard: Heard | None = None,
+        refused: OnRefused | None = None,
     ) -> list[Answer]:
-        """Return the answers, in order.
+        """Return the answers, in order. The first refusal is raised, if nobody is told of it.
 
         concurrency: at most so many wishes are open at once
         stream: whether answers come in pieces, so that `arrivals` says when
@@ -200,13 +214,13 @@ def open_engine(spec: str) -> Engine:
     if where.startswith(("http://", "https://")):
         from outrider.engines.server import ServerEngine
 
-        return ServerEngine(spec, where, _body(spec, given))
+        return ServerEngine(spec, base_url(where), _body(spec, given))
     kind, _, model = where.partition(":")
     if kind == "transformers" and model:
         from outrider.engines.local import LocalEngine
 
         return LocalEngine(spec, model, _options(spec, given))
-    raise Unsupported(
+    raise UsageError(
         f"{spec!r:.200} names no engine",
         fix="use a server's address, http://host:port, or transformers:MODEL",
     )
@@ -220,11 +234,11 @@ def both_modes(spec: str) -> tuple[str, str]:
         plain = where + "".join(f"#{part}" for part in dtype)
         if plain != spec:
             return plain, spec
-        raise Unsupported(f"{spec} drafts nothing", fix="add #draft=MODEL, or name two engines")
+        raise UsageError(f"{spec} drafts nothing", fix="add #draft=MODEL, or name two engines")
     with closing(open_engine(spec)) as engine:
         algorithm = engine.facts().get("speculative_algorithm")
     if algorithm != "OUTRIDER" or given.startswith("{"):
-        raise Unsupported(
+        raise UsageError(
             f"{spec} cannot be asked to answer without drafts",
             fix="name two engines, the plain one first",
         )
@@ -241,7 +255,7 @@ def _body(spec: str, given: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(given)
     except json.JSONDecodeError as error:
-        raise Unsupported(f"{given!r:.200} is not JSON ({error})", fix="quote it") from error
+        raise UsageError(f"{given!r:.200} is not JSON ({error})", fix="quote it") from error
     return found
 
 
@@ -268,12 +282,40 @@ def _options(spec: str, given: str) -> Mapping[str, Any]:
     for part in filter(None, given.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
-            raise Unsupported(f"{part!r} in {spec!r:.200}", fix="write key=value,key=value")
+            raise UsageError(f"{part!r} in {spec!r:.200}", fix="write key=value,key=value")
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
             found[key] = value
+    drafts = found.get("max_drafts", 0)
+    if not isinstance(drafts, int) or drafts < 0 or drafts is True:
+        raise UsageError(
+            f"max_drafts={drafts} in {spec!r:.200}", fix="write a whole number, 0 or more"
+        )
     return found
+
+
+def check_drafter(name: str) -> None:
+    """Refuse a name that no drafter has, and list those there are."""
+    from importlib.metadata import entry_points
+
+    from outrider.drafters.registry import GROUP, OURS
+
+    known = sorted({"adaptive", "model", *OURS, *(e.name for e in entry_points(group=GROUP))})
+    if name not in known:
+        raise UsageError(f"drafter {name!r}", fix=f"choose one of {', '.join(known)}")
+
+
+def base_url(url: str) -> str:
+    """Return a server's address without a slash at its end. Raises UsageError if it is none."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise UsageError(f"{url!r:.200} is no address", fix="write it as http://localhost:30000")
+    return url.rstrip("/")
 
 
 def authorization() -> dict[str, str]:

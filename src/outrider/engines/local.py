@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
-from outrider.engines.base import Answer, Counts, Heard, Token, Wish, said
-from outrider.errors import Unsupported
+from outrider.engines.base import (
+    Answer,
+    Counts,
+    Heard,
+    OnRefused,
+    Refused,
+    Token,
+    Wish,
+    check_drafter,
+    said,
+)
+from outrider.errors import Unsupported, UsageError
 
 __all__ = ["LocalEngine"]
 
 PLAIN, ASSISTED, LOOKUP, OUTRIDER = MODES = ("plain", "assisted", "lookup", "outrider")
-OPTIONS = ("mode", "draft", "drafter", "max_drafts", "dtype", "exactness", "draft_bits")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "mode": MODES,
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "exactness": ("law", "bitwise"),
+    "draft_bits": (4, 8),
+}
+OPTIONS = ("draft", "drafter", "max_drafts", *CHOICES)
 
 
 class _Clock:
@@ -43,18 +59,12 @@ class LocalEngine:
     """
 
     def __init__(self, spec: str, model: str, options: Mapping[str, Any]) -> None:
-        unknown = [key for key in options if key not in OPTIONS]
-        if unknown:
-            raise Unsupported(
-                f"{', '.join(unknown)} in {spec!r:.200}", fix=f"choose from {', '.join(OPTIONS)}"
-            )
+        _check(spec, options)
         ours = "draft" in options or "drafter" in options
         self.spec = spec
         self.mode = str(options.get("mode", OUTRIDER if ours else PLAIN))
-        if self.mode not in MODES:
-            raise Unsupported(f"mode {self.mode!r}", fix=f"choose one of {', '.join(MODES)}")
         if self.mode == ASSISTED and "draft" not in options:
-            raise Unsupported("mode=assisted without a draft model", fix="add draft=MODEL")
+            raise UsageError("mode=assisted without a draft model", fix="add draft=MODEL")
         try:
             import torch
             from transformers import AutoTokenizer
@@ -62,9 +72,11 @@ class LocalEngine:
             raise Unsupported(
                 f"transformers: without it ({error})", fix="pip install 'outrider[transformers]'"
             ) from error
+        if "drafter" in options:
+            check_drafter(str(options["drafter"]))
         self._torch = torch
         self._options = dict(options)
-        self._max_drafts = int(options.get("max_drafts", 8))
+        self._max_drafts: int = options.get("max_drafts", 8)
         self.model = self._load(model)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self._draft = self._load(str(options["draft"])) if "draft" in options else None
@@ -78,10 +90,7 @@ class LocalEngine:
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        wanted = self._options.get("dtype", "auto")
-        dtype = wanted if wanted == "auto" else getattr(self._torch, str(wanted), None)
-        if dtype is None:
-            raise Unsupported(f"dtype {wanted!r}", fix="choose float32, bfloat16 or float16")
+        dtype = self._options.get("dtype", "auto")
         try:
             return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
         except (OSError, ValueError) as error:
@@ -98,7 +107,7 @@ class LocalEngine:
             return str(named)
         draft = self._draft
         if draft is None and named == "model":
-            raise Unsupported("drafter=model without a draft model", fix="add draft=MODEL")
+            raise UsageError("drafter=model without a draft model", fix="add draft=MODEL")
         if draft is not None and bits is not None:
             if bits not in self._quantized:
                 self._quantized[bits] = outrider.quantized_copy(draft, bits)
@@ -114,20 +123,40 @@ class LocalEngine:
         stream: bool = False,
         rate: float | None = None,
         heard: Heard | None = None,
+        refused: OnRefused | None = None,
     ) -> list[Answer]:
         """Return the answers, in order. Transformers' own modes answer one at a time."""
         if rate is not None:
             raise Unsupported("a rate of requests in this process", fix="serve the model")
         size = concurrency if self.mode == OUTRIDER else 1
+        fitting = list(self._fitting(wishes, refused))
         answers: list[Answer] = []
-        for start in range(0, len(wishes), size):
-            few = wishes[start : start + size]
+        for start in range(0, len(fitting), size):
+            numbers = fitting[start : start + size]
+            few = [wishes[n] for n in numbers]
             new = self._ours(few) if self.mode == OUTRIDER else [self._theirs(few[0])]
-            for number, answer in enumerate(new, start):
+            for number, answer in zip(numbers, new, strict=True):
                 if heard is not None:
                     heard(number, answer)
             answers += new
         return answers
+
+    def _fitting(self, wishes: Sequence[Wish], refused: OnRefused | None) -> Iterator[int]:
+        """Yield the numbers of the wishes that fit into the model's context."""
+        config = self.model.config.get_text_config()
+        most = getattr(config, "max_position_embeddings", None) or 2**31
+        for number, wish in enumerate(wishes):
+            length = len(self._ids(wish))
+            if length + wish.max_tokens <= most:
+                yield number
+                continue
+            error = Refused(
+                f"{length} + {wish.max_tokens} tokens in a model of {most} positions",
+                fix="shorten the prompt, or lower --max-tokens",
+            )
+            if refused is None:
+                raise error
+            refused(number, error)
 
     def _ids(self, wish: Wish) -> list[int]:
         if not wish.chat or self.tokenizer.chat_template is None:
@@ -274,7 +303,7 @@ class LocalEngine:
         other = copy(self)
         other.spec = f"{self.spec.partition('#')[0]}#{said(wishes)}"
         other.mode, other._options = OUTRIDER, {**self._options, **wishes}
-        other._max_drafts = int(wishes.get("max_drafts", self._max_drafts))
+        other._max_drafts = wishes.get("max_drafts", self._max_drafts)
         other._drafter, other._counts = other._make_drafter(), Counts()
         return other
 
@@ -294,3 +323,15 @@ class LocalEngine:
     def close(self) -> None:
         """Let the models go."""
         del self.model, self._draft, self._drafter, self._quantized
+
+
+def _check(spec: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that mean nothing, before a model is loaded."""
+    where = f"in {spec!r:.200}"
+    for key, value in options.items():
+        if key not in OPTIONS:
+            raise UsageError(f"{key} {where}", fix=f"choose from {', '.join(OPTIONS)}")
+        allowed = CHOICES.get(key)
+        if allowed is not None and value not in allowed:
+            known = ", ".join(map(str, allowed))
+            raise UsageError(f"{key}={value} {where}", fix=f"choose one of {known}")

@@ -18,6 +18,8 @@ from outrider.engines.base import (
     Answer,
     Counts,
     Heard,
+    OnRefused,
+    Refused,
     Token,
     Wish,
     authorization,
@@ -30,6 +32,11 @@ __all__ = ["ServerEngine", "parse_metrics"]
 
 TIMEOUT = 600.0
 """Seconds that one answer may take."""
+
+REFUSALS = (400, 413, 422)
+"""Status codes that concern one request, not the server."""
+
+SGLANG_FACTS = ("version", "speculative_algorithm", "speculative_num_steps", "attention_backend")
 
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -49,9 +56,8 @@ class ServerEngine:
             ) from error
         self._openai = openai
         self.spec = spec
-        base = url.rstrip("/")
-        self.root = base.removesuffix("/v1")
-        self._base = base if base.endswith("/v1") else f"{base}/v1"
+        self.root = url.removesuffix("/v1")
+        self._base = f"{self.root}/v1"
         self._body = dict(body)
         self._model = str(self._body.pop("model", ""))
         self._known = [str(model["id"]) for model in self._models()]
@@ -95,9 +101,10 @@ class ServerEngine:
         stream: bool = False,
         rate: float | None = None,
         heard: Heard | None = None,
+        refused: OnRefused | None = None,
     ) -> list[Answer]:
         """Return the answers, in order."""
-        return asyncio.run(self._ask_all(wishes, concurrency, stream, rate, heard))
+        return asyncio.run(self._ask_all(wishes, concurrency, stream, rate, heard, refused))
 
     async def _ask_all(
         self,
@@ -106,16 +113,23 @@ class ServerEngine:
         stream: bool,
         rate: float | None,
         heard: Heard | None,
+        refused: OnRefused | None,
     ) -> list[Answer]:
         free = asyncio.Semaphore(concurrency)
         coins = random.Random(0)
 
         async with self._client(self._openai.AsyncOpenAI) as client:
 
-            async def one(number: int, wish: Wish, delay: float) -> Answer:
+            async def one(number: int, wish: Wish, delay: float) -> Answer | None:
                 await asyncio.sleep(delay)
                 async with free:
-                    answer = await self._one(client, wish, stream)
+                    try:
+                        answer = await self._one(client, wish, stream)
+                    except self._openai.APIStatusError as error:
+                        if refused is None or error.status_code not in REFUSALS:
+                            raise
+                        refused(number, self._refused(error))
+                        return None
                 if heard is not None:
                     heard(number, answer)
                 return answer
@@ -126,17 +140,18 @@ class ServerEngine:
                 at += coins.expovariate(rate) if rate else 0.0
             jobs = [one(*job) for job in zip(range(len(wishes)), wishes, delays, strict=True)]
             try:
-                return await _gather(jobs)
+                return [answer for answer in await _gather(jobs) if answer is not None]
             except self._openai.APIStatusError as error:
-                raise Unsupported(
-                    f"{self.root} answered {error.status_code}: {_said(error)}",
-                    fix="ask for what this server can do",
-                ) from error
+                raise self._refused(error) from error
             except self._openai.APIError as error:
                 raise Unsupported(
                     f"{self.root} stopped answering ({error.__cause__ or error})",
                     fix="look into its log",
                 ) from error
+
+    def _refused(self, error: Any) -> Refused:
+        what = f"{self.root} answered {error.status_code}: {_said(error)}"
+        return Refused(what, fix="ask for what this server can do")
 
     async def _one(self, client: Any, wish: Wish, stream: bool) -> Answer:
         create = client.chat.completions.create if wish.chat else client.completions.create
@@ -192,7 +207,7 @@ class ServerEngine:
 
         found: dict[str, Any] = {"engine": self.spec, "model": self._model}
         for path, keys in (
-            ("/get_server_info", ("version", "speculative_algorithm", "attention_backend")),
+            ("/get_server_info", SGLANG_FACTS),
             ("/version", ("version",)),
         ):
             with suppress(OSError, ValueError, TypeError):
@@ -210,7 +225,7 @@ class ServerEngine:
         """Do nothing: each call has a connection of its own."""
 
 
-async def _gather(jobs: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+async def _gather(jobs: Iterable[Coroutine[Any, Any, Answer | None]]) -> list[Answer | None]:
     """Run all; the first that fails ends the others."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:

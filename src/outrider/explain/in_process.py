@@ -9,7 +9,8 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.errors import Unsupported
+from outrider.engines import check_drafter
+from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import (
     TOP,
     Decode,
@@ -39,7 +40,7 @@ def record(wishes: Wishes, on_tokens: OnTokens) -> tuple[Recording, Decode]:
         text = chat_prompt(tokenizer, wishes.prompt)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
-        raise Unsupported("an empty prompt", fix="give at least one token to go on from")
+        raise UsageError("an empty prompt", fix="give at least one token to go on from")
     name = wishes.drafter or ("ngram" if draft is None else "model")
     drafter, control = _drafter(name, draft, model, tokenizer)
     max_drafts = MAX_DRAFTS if wishes.max_drafts is None else wishes.max_drafts
@@ -128,9 +129,10 @@ def _drafter(
     """Return what `stream` takes for a drafter of this name, and the one that chooses, if so."""
     if name == "model":
         if draft is None:
-            raise Unsupported("drafter 'model' without a draft model", fix="add --draft")
+            raise UsageError("drafter 'model' without a draft model", fix="add --draft")
         return draft, None
     if name != "adaptive":
+        check_drafter(name)
         return name, None
     import outrider
 
@@ -167,7 +169,7 @@ def _path(drafts: Sequence[int], parents: Sequence[int], tokens: Sequence[int]) 
 def chat_prompt(tokenizer: Any, said: str) -> str:
     """Return what the model reads if a user says this. Raises Unsupported without a template."""
     if not tokenizer.chat_template:
-        raise Unsupported("--chat with a model that has no chat template", fix="leave out --chat")
+        raise UsageError("--chat with a model that has no chat template", fix="leave out --chat")
     text: str = tokenizer.apply_chat_template(
         [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from rich.cells import cell_len, set_cell_size
 
+from outrider.report.console import CONTROLS, printable
+
 __all__ = ["LONE_BYTES", "label", "visible"]
 
 LONE_BYTES = "◌"
@@ -12,16 +14,13 @@ LONE_BYTES = "◌"
 LONGEST = 24
 """Cells of a label."""
 
-_CONTROLS = {code: 0x2400 + code for code in range(32)} | {127: 0x2421}
-_LINES = {ord("\n"): "⏎", ord("\t"): "⇥"}
-_KEEP_LINES = {code: mark for code, mark in _CONTROLS.items() if code not in _LINES}
-_ONE_LINE = _CONTROLS | _LINES
+_ONE_LINE: dict[int, int | str] = {**CONTROLS, ord("\n"): "⏎", ord("\t"): "⇥"}
 _SPACES = _ONE_LINE | {ord(" "): "·"}
 
 
 def visible(text: str, lines: bool = False) -> str:
     """Return a text without control characters. lines: whether its lines and tabs stay as such."""
-    return text.translate(_KEEP_LINES if lines else _ONE_LINE)
+    return printable(text) if lines else text.translate(_ONE_LINE)
 
 
 def label(text: str) -> str:

@@ -83,13 +83,15 @@ def _figures(walk: Walk) -> Iterator[str]:
         yield f"<i>{sign}</i>" if sign else ""
         yield f"<span class='{kind}'><b>{value:.2f}</b>{name}</span>"
     yield "</div><p class='facts'>"
-    facts = [f"{t.accepted} of {t.drafted} drafts accepted ({t.acceptance_rate:.0%})"]
+    facts = [walk.counted] if t.decode_passes else []
+    facts += [f"{t.accepted} of {t.drafted} drafts accepted ({t.acceptance_rate:.0%})"]
     facts.append(f"plain decoding would have taken {t.tokens} passes, one for each token")
     if walk.plain is not None:
         facts.append(f"equal to plain decoding: {walk.plain.same} of {walk.plain.total} tokens")
     if walk.seconds is not None:
         facts.append(f"{walk.seconds:.1f}\N{NO-BREAK SPACE}s")
-    yield "; ".join(facts) + ".</p>"
+    said = "; ".join(facts)
+    yield f"{said[0].upper()}{said[1:]}.</p>"
 
 
 # -- the text

@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from outrider.errors import Unsupported
+from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import Decode, OnTokens, Recording, Wishes
 from outrider.explain.terminal import show
 from outrider.explain.walk import Walk, make_walk
-from outrider.report.console import INTERRUPTED, complain
+from outrider.report.console import Exit
 
 __all__ = ["run"]
 
@@ -26,23 +26,17 @@ def run(
     out: Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Generate, show the walk, write it. Ends with 1 if plain decoding says otherwise, 2 if nothing
-    could run, 130 if interrupted; what there was until then is shown.
+    """Generate, show the walk, write it. Ends with 1 if plain decoding says otherwise.
+
+    What there was until an interruption is shown.
 
     url: of a server; without it, models run in this process
     out: a folder for explain.json and explain.html
     """
     console = Console(stderr=True)
-    try:
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-        walk = _walk(wishes, url, console)
-    except KeyboardInterrupt:
-        console.print("[red]interrupted before the first step[/]")
-        raise SystemExit(INTERRUPTED) from None
-    except (Unsupported, OSError) as error:
-        complain(console, error)
-        raise SystemExit(2) from error
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    walk = _walk(wishes, url, console)
     text = json.dumps(walk.as_json(), indent=1, ensure_ascii=False)
     if as_json:
         sys.stdout.write(text + "\n")
@@ -55,9 +49,9 @@ def run(
         (out / "explain.html").write_text(page(walk), encoding="utf-8")
         console.print(f"{out / 'explain.json'}, {out / 'explain.html'}", highlight=False)
     if walk.finish_reason == "interrupted":
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(Exit.INTERRUPTED)
     if walk.plain is not None and not walk.plain.equal:
-        raise SystemExit(1)
+        raise SystemExit(Exit.FINDING)
 
 
 def _walk(wishes: Wishes, url: str | None, console: Console) -> Walk:
@@ -94,7 +88,7 @@ def _recorder(wishes: Wishes, url: str | None) -> Callable[[OnTokens], tuple[Rec
         (wishes.compare, "--compare", "`outrider audit` compares servers"),
     ):
         if given:
-            raise Unsupported(f"{option} with --url", fix=fix)
+            raise UsageError(f"{option} with --url", fix=fix)
     from outrider.explain import server
 
     return lambda on_tokens: server.record(wishes, url, on_tokens)

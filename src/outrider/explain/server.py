@@ -16,8 +16,8 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from outrider.engines import authorization
-from outrider.errors import Unsupported
+from outrider.engines import authorization, base_url
+from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import (
     TOP,
     Decode,
@@ -43,10 +43,8 @@ class Server:
     """An SGLang server, asked with nothing but the standard library."""
 
     def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+        self.url = base_url(url)
         self._headers = {"Content-Type": "application/json", **authorization()}
-        if not self.url.startswith(("http://", "https://")):
-            raise Unsupported(f"the URL {url!r}", fix="write it as http://localhost:30000")
 
     def ask(self, path: str, body: Any = None) -> Any:
         """Return the JSON that the server answers. Raises Unsupported if it does not."""
@@ -205,7 +203,7 @@ def _prompt(server: Server, about: dict[str, Any], wishes: Wishes) -> tuple[str,
     body = {"prompt": text, "add_special_tokens": not wishes.chat}
     ids = server.ask("/tokenize", body)["tokens"]
     if not ids:
-        raise Unsupported("an empty prompt", fix="give at least one token to go on from")
+        raise UsageError("an empty prompt", fix="give at least one token to go on from")
     return text, ids
 
 

@@ -80,6 +80,7 @@ class _Painter:
         if len(walk.steps) > 1:
             spared = f"plain decoding takes {counted(totals.tokens, 'pass', 'es')}"
             console.print(f"{totals.accepted} of {totals.drafted} drafts accepted; {spared}")
+            console.print(walk.counted)
             console.print(walk.equation)
         if walk.plain is not None:
             style = "green" if walk.plain.equal else "red"

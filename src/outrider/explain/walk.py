@@ -106,11 +106,14 @@ class Totals(_Model):
     """What the steps add up to.
 
     passes: of the target, the prompt's included
-    tokens_per_pass: without the prompt's pass and its token; plain decoding has 1
+    decode_tokens, decode_passes: without the prompt's pass and its token
+    tokens_per_pass: their quotient; plain decoding has 1
     """
 
     tokens: int
     passes: int
+    decode_tokens: int
+    decode_passes: int
     drafted: int
     accepted: int
     tokens_per_pass: float
@@ -164,6 +167,8 @@ class Walk(_Model):
         return Totals(
             tokens=len(self.output_ids),
             passes=len(self.steps),
+            decode_tokens=emitted,
+            decode_passes=len(later),
             drafted=drafted,
             accepted=accepted,
             tokens_per_pass=emitted / passes,
@@ -178,6 +183,13 @@ class Walk(_Model):
         tokens, passes = counted(totals.tokens, "token"), counted(totals.passes, "pass", "es")
         said = f"{tokens} in {passes} of the target"
         return said + ", interrupted" * (self.finish_reason == "interrupted")
+
+    @property
+    def counted(self) -> str:
+        """What the tokens of a pass are the quotient of."""
+        t = self.totals
+        tokens, passes = counted(t.decode_tokens, "token"), counted(t.decode_passes, "pass", "es")
+        return f"without the prompt's pass and its token: {tokens} in {passes}"
 
     @property
     def equation(self) -> str:

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 from rich.console import Console
 
-__all__ = ["INTERRUPTED", "complain"]
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
+__all__ = ["CONTROLS", "Exit", "complain", "printable"]
 
 
-def complain(console: Console, error: BaseException) -> None:
+class Exit(IntEnum):
+    """What the exit code of every command means; see docs/tools/exit-codes.md."""
+
+    GOOD = 0
+    FINDING = 1  # it ran, and found what it looks for: different answers, a failed check
+    USAGE = 2  # the command, or a file that it names, cannot be understood: nothing was tried
+    COULD_NOT_RUN = 3  # a package, model or server is missing, refuses or crashed
+    UNDECIDED = 4  # it ran, and the evidence is not enough for a verdict
+    INTERRUPTED = 130  # by Ctrl-C, as shells have it
+
+
+CONTROLS: dict[int, int] = {code: 0x2400 + code for code in range(32)} | {127: 0x2421}
+# the terminal commands of ISO 6429's second half, and what turns the direction of text
+_HIDDEN = (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+CONTROLS |= dict.fromkeys(_HIDDEN, ord("\N{REPLACEMENT CHARACTER}"))
+"""Characters that would steer a terminal, and what is shown for them."""
+
+_KEEP_LINES = {code: mark for code, mark in CONTROLS.items() if code not in (9, 10)}
+
+
+def printable(text: str) -> str:
+    """Return what a model, a server or a file says so that it cannot steer a terminal."""
+    return text.translate(_KEEP_LINES)
+
+
+def complain(console: Console, error: BaseException | str) -> None:
     """Print an error in red, as it is: in one line, whose brackets are no markup."""
-    console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    said = printable(str(error))
+    console.print(said, style="red", markup=False, highlight=False, soft_wrap=True)

@@ -79,17 +79,18 @@ def table(
     rows: Iterable[Sequence[Any]],
     states: Mapping[tuple[int, int], State] | None = None,
 ) -> str:
-    """Return a table that scrolls sideways where it must.
+    """Return a table that scrolls sideways where it must; on a phone each row is a card.
 
     states: the colours of cells, by (row, column)
     """
     states = states or {}
-    out = ["<div class='scroll'><table><thead><tr>"]
+    out = ["<div class='scroll stack'><table><thead><tr>"]
     out += [f"<th>{escape(head)}</th>" for head in heads] + ["</tr></thead><tbody>"]
     for r, row in enumerate(rows):
         out.append("<tr>")
         for c, cell in enumerate(row):
             mark = f" class='{states[r, c]}'" if (r, c) in states else ""
-            out.append(f"<td{mark}>{escape(str(cell))}</td>")
+            head = heads[c] if c < len(heads) else ""
+            out.append(f"<td{mark} data-head='{escape(head)}'>{escape(str(cell))}</td>")
         out.append("</tr>")
     return "".join([*out, "</tbody></table></div>"])

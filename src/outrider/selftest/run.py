@@ -15,6 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from outrider.errors import Unsupported
+from outrider.report.console import Exit
+
 if TYPE_CHECKING:
     from outrider.selftest.check import Setting
     from outrider.selftest.report import Report
@@ -22,27 +25,22 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 INTERPRET = "TRITON_INTERPRET"
+NEEDED = {
+    "torch": "pip install torch, the build for your GPU",
+    "triton": "torch's GPU builds bring it; without a GPU, pip install 'outrider[selftest]'",
+}
 COLOURS = {"good": "green", "bad": "red", "other": "yellow"}
 
 
 def run(device: str | None, out: Path, quick: bool, as_json: bool) -> None:
-    """Check, measure, write both files. Ends with 1 if a check failed, 2 if nothing could run."""
+    """Check, measure, write both files. Ends with 1 if a check failed."""
     # progress goes to stderr: stdout is the table's, or the document's
     console = Console(stderr=True)
-    # before anything is imported that needs them, the errors of `core` included
-    for package in ("torch", "triton"):
+    for package, fix in NEEDED.items():
         if importlib.util.find_spec(package) is None:
-            console.print(f"[red]{package} is not installed here; pip install {package}[/]")
-            raise SystemExit(2)
-    from outrider.errors import Unsupported
-    from outrider.report.console import complain
-
-    try:
-        setting = prepare(device, quick)
-        out.mkdir(parents=True, exist_ok=True)
-    except (Unsupported, OSError) as error:
-        complain(console, error)
-        raise SystemExit(2) from error
+            raise Unsupported(f"{package} is not installed here", fix=fix)
+    setting = prepare(device, quick)
+    out.mkdir(parents=True, exist_ok=True)
     report = examine(setting, console)
     text = json.dumps(report.as_json(), indent=1)
     (out / "selftest.json").write_text(text + "\n", encoding="utf-8")
@@ -53,7 +51,7 @@ def run(device: str | None, out: Path, quick: bool, as_json: bool) -> None:
         show(report, Console())
     console.print(f"{out / 'selftest.json'}, {out / 'selftest.html'}", highlight=False)
     if report.failures:
-        raise SystemExit(1)
+        raise SystemExit(Exit.FINDING)
 
 
 def prepare(device: str | None, quick: bool) -> Setting:
@@ -61,8 +59,6 @@ def prepare(device: str | None, quick: bool) -> Setting:
     if device == "cpu":
         _interpret()
     import torch
-
-    from outrider.errors import Unsupported
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,8 +80,6 @@ def prepare(device: str | None, quick: bool) -> Setting:
 
 
 def _interpret() -> None:
-    from outrider.errors import Unsupported
-
     if os.environ.get(INTERPRET) != "1" and "triton" in sys.modules:
         raise Unsupported(
             "Triton was imported before its interpreter was chosen",

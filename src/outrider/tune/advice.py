@@ -7,12 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.tune.search import PLAIN, Candidate, Search
+from outrider.tune.search import CLOSE, PLAIN, Candidate, Search
 
 __all__ = ["Advice", "advise"]
-
-CLOSE = 0.03
-"""Candidates so close to each other are equal, as far as this machine can tell."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,12 @@ def advise(search: Search, draft_bits: int | None = None, bits_reason: str = "")
     Among candidates that are as good as equal, one that adapts is chosen: traffic changes.
     """
     ranking, finalists = search.ranking, search.finalists
-    best = finalists[0] if finalists and search.score(finalists[0]) >= 1 + CLOSE / 3 else PLAIN
+    best = next((c for c in finalists if search.wins(c)), PLAIN)
     chosen = best
     adaptive = [
-        c for c in finalists if c.drafter == "adaptive" and search.score(c, best) >= 1 - CLOSE
+        c
+        for c in finalists
+        if c.drafter == "adaptive" and search.wins(c) and search.score(c, best) >= 1 - CLOSE
     ]
     if best not in (PLAIN, *adaptive) and adaptive:
         chosen = adaptive[0]
@@ -66,9 +65,11 @@ def _why_drafter(
 ) -> str:
     if chosen == PLAIN:
         others = _listed(search, PLAIN, [c for c in ranking if c != PLAIN][:3])
-        return f"nothing was faster than plain decoding here; of its speed {others}"
+        said = "nothing was faster than plain decoding here by more than the noise"
+        return f"{said} ({search.noise:.1%}) and its tokens a step explain; of its speed {others}"
     low, high = search.spread(chosen)
-    said = f"{search.score(chosen):.2f} times plain ({low:.2f} to {high:.2f} by round)"
+    said = f"{search.gain(chosen):.2f} times plain ({low:.2f} to {high:.2f} by round"
+    said += f", noise {search.noise:.1%})"
     if (steps := search.tokens_per_step(chosen)) > 0:
         said += f", {steps:.1f} tokens a step"
     if chosen != best:

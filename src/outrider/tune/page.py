@@ -24,7 +24,7 @@ def page(
     interrupted: bool,
 ) -> str:
     """Return the page. profile: as YAML."""
-    gain = search.score(advice.chosen)
+    gain = search.gain(advice.chosen)
     verdict = f"{advice.chosen}: {gain:.2f} times plain" if advice.chosen != PLAIN else "Plain"
     document = Page("Outrider tune", verdict, "good" if gain >= 1 else "other", subtitle)
     if interrupted:
@@ -41,9 +41,9 @@ def page(
             [
                 str(candidate),
                 f"{search.score(candidate, advice.chosen):.2f}",
-                f"{search.score(candidate):.2f}",
+                f"{search.gain(candidate):.2f}",
                 f"{low:.2f}\N{EN DASH}{high:.2f}",
-                len(own),
+                len({t.round for t in own}),
                 f"{steps:.2f}" if steps else "",
                 f"{same}/{sum(t.asked for t in own)}" if own else "",
             ]
@@ -54,9 +54,12 @@ def page(
     document.add(
         "<p>Successive halving: in a round all settings that are left answer the same prompts, "
         f"{search.tokens} tokens each; the better half goes on to more rounds. Times plain is the "
-        "ratio of the times that plain decoding and a setting took in the rounds that it had; of "
-        "the chosen, the same against the setting that was chosen. Rounds differ: who dropped out "
-        "early is compared on the first ones only. Equal: answers that are plain decoding's.</p>"
+        "ratio of the times that plain decoding and a setting took in the rounds that it had. A "
+        "round counts by its tokens. It is at most the tokens a step: verifying drafts takes no "
+        "less time than decoding without. Of the chosen: the same against the setting that was "
+        f"chosen. Noise: {search.noise:.1%}; so much do plain decoding's speeds at the start and "
+        "the end of a round differ. Rounds differ: who dropped out early is compared on the first "
+        "ones only. Equal: answers that are plain decoding's.</p>"
     )
     document.made_with(made)
     return document.html()

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 
-from outrider.errors import Unsupported
-from outrider.report.console import INTERRUPTED, complain
+from outrider.errors import Unsupported, UsageError
+from outrider.report.console import Exit
 
 if TYPE_CHECKING:
     from outrider.engines import Engine
@@ -45,24 +45,21 @@ class Wanted:
 
 
 def run(wanted: Wanted, as_json: bool) -> None:
-    """Search, and write profile.yaml, tune.json and tune.html. Ends with 2 if nothing could run."""
-    console = Console(stderr=True)
-    try:
-        _run(wanted, as_json, console)
-    except (Unsupported, OSError) as error:
-        complain(console, error)
-        raise SystemExit(2) from error
-
-
-def _run(wanted: Wanted, as_json: bool, console: Console) -> None:
+    """Search, and write profile.yaml, tune.json and tune.html."""
     from outrider.bench.measure import workload
     from outrider.tune.search import KS, Search, Traffic, available, grid
 
     if (wanted.engine is None) == (not wanted.flags):
-        raise Unsupported(
+        raise UsageError(
             "either a running engine or a model to serve",
             fix="name --engine http://host:port, or SGLang's --model-path and so on",
         )
+    if wanted.flags and not any(flag.startswith(("--model", "--config")) for flag in wanted.flags):
+        raise UsageError(
+            f"{' '.join(wanted.flags):.200} without a model to serve",
+            fix="add --model-path; options of SGLang's are passed on, all others are `tune --help`",
+        )
+    console = Console(stderr=True)
     texts = workload(wanted.workload, 12 * wanted.concurrency)
     wanted.out.mkdir(parents=True, exist_ok=True)
     traffic = Traffic(texts, wanted.concurrency, wanted.chat)
@@ -71,11 +68,14 @@ def _run(wanted: Wanted, as_json: bool, console: Console) -> None:
     try:
         with _opened(wanted, bits, KS[-1], "tune.log", console) as engine:
             facts = engine.facts()
+            most = facts.get("speculative_num_steps")
+            if most == 0:
+                raise Unsupported(f"{engine.spec} allows no drafts", fix="raise its K above 0")
             names, refused = available(engine)
             if not names:
                 raise Unsupported(f"no drafter at {engine.spec}: {refused}", fix="serve Outrider")
             share = 1 - SAVED_FOR_BITS if bits and "model" in names else 1.0
-            search = Search(engine, traffic, grid(names), budget * share)
+            search = Search(engine, traffic, grid(names, most), budget * share)
             _search(search, console)
         if bits and _advice(search, None, None).chosen.drafter in ("model", "adaptive"):
             tried = _other_bits(wanted, search, budget * SAVED_FOR_BITS, console)
@@ -83,10 +83,17 @@ def _run(wanted: Wanted, as_json: bool, console: Console) -> None:
         interrupted = True
     if search is None or not search.finalists:
         console.print("interrupted before the first trial", style="yellow")
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(Exit.INTERRUPTED)
+    if not any(trial.speed for trial in search.trials):
+        console.print(
+            "every answer was empty or one token long: there is nothing to time; use other prompts "
+            "(--workload), with or without --no-chat",
+            style="red",
+        )
+        raise SystemExit(Exit.UNDECIDED)
     _write(wanted, search, facts, bits, tried, interrupted, as_json, console)
     if interrupted:
-        raise SystemExit(INTERRUPTED)
+        raise SystemExit(Exit.INTERRUPTED)
 
 
 def _bits(flags: Sequence[str]) -> int | None:
@@ -192,7 +199,8 @@ def _write(
             "minutes": wanted.minutes,
             "profile": advice.values,
             "reasons": advice.reasons,
-            "times_plain": round(search.score(advice.chosen), 4),
+            "times_plain": round(search.gain(advice.chosen), 4),
+            "noise": round(search.noise, 4),
             "draft_bits_tried": tried and {"few": tried[0], "own": tried[1]},
             "max_tokens": search.tokens,
             "trials": [asdict(trial) for trial in search.trials],

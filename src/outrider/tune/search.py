@@ -3,29 +3,31 @@
 A rung has rounds, each with prompts of its own. In a round plain decoding and every candidate that
 is left answer the same prompts, one after the other: only those who shared a round are compared on
 it, for texts differ, and the machine may be slower in the next. Plain decoding never drops out: it
-is the measure, and may be the answer.
+is the measure, and may be the answer. It comes first and last in a round: how far its two speeds
+differ is the noise.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.measure import speed_of
+from outrider.bench.measure import timed
 from outrider.engines import Answer, Counts, Engine, Wish
 from outrider.errors import Unsupported
 
-__all__ = ["PLAIN", "Candidate", "Search", "Traffic", "Trial", "available", "grid"]
+__all__ = ["CLOSE", "PLAIN", "Candidate", "Search", "Traffic", "Trial", "available", "grid"]
 
 DRAFTERS = ("model", "suffix", "adaptive")  # n-grams are what suffixes are without branches
 KS = (2, 4, 8, 12)
 PROBE, FEWEST, MOST = 16, 48, 256
 """Tokens that an answer has: of the first look, and at least and at most of a trial. With fewer,
 who drafts has not found its pace yet; time that is left is better spent on other prompts."""
+CLOSE = 0.03
+"""Candidates so close to each other are equal, as far as this machine can tell."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Traffic:
 class Trial:
     """How a candidate did in a round.
 
-    speed: tokens a second; times_plain: the same over plain's on the same prompts
+    speed: tokens a second, 0 if answers were too short to time; tokens: those that were timed
+    times_plain: the speed over plain's on the same prompts, 0 if there is none
     tokens_per_step: 0 if the engine does not tell
     same: how many of the answers asked for were plain's
     """
@@ -79,6 +82,7 @@ class Trial:
     tokens_per_step: float
     same: int
     asked: int
+    tokens: float
 
 
 def available(engine: Engine) -> tuple[list[str], dict[str, str]]:
@@ -93,8 +97,9 @@ def available(engine: Engine) -> tuple[list[str], dict[str, str]]:
     return found, refused
 
 
-def grid(drafters: Sequence[str], ks: Sequence[int] = KS) -> list[Candidate]:
-    """Return every candidate there is but plain decoding."""
+def grid(drafters: Sequence[str], most: int | None = None) -> list[Candidate]:
+    """Return every candidate there is but plain decoding. most: drafts that a server allows"""
+    ks = sorted({k if most is None else min(k, most) for k in KS})
     return [Candidate(name, k) for name in drafters for k in ks]
 
 
@@ -137,7 +142,7 @@ class Search:
             self.rungs.append(list(self._alive))
             tell(len(self.rungs) - 1, PLAIN)
             if self.tokens is None:
-                turns = self.num_rungs * (len(self._alive) + 1)
+                turns = self.num_rungs * (len(self._alive) + 2)
                 self.tokens = self._length(self.seconds / turns)
             end = self.clock() + (started + self.seconds - self.clock()) / self.num_rungs
             took = 0.0
@@ -149,10 +154,10 @@ class Search:
             if len(self._alive) <= 2 or self.clock() - started > self.seconds:
                 return
             keep = max(2, math.ceil(len(self._alive) / 2))
-            self._alive = sorted(self._alive, key=self.score, reverse=True)[:keep]
+            self._alive = sorted(self._alive, key=self.gain, reverse=True)[:keep]
 
     def measure_round(self, begun: Callable[[int, Candidate], None]) -> Iterator[Trial]:
-        """Measure plain, and then all that are left, on the next prompts."""
+        """Measure plain, all that are left, and plain again, on the next prompts."""
         number, rung = self.next_round, len(self.rungs) - 1
         self.next_round += 1
         wishes = self.traffic.wishes(number, self.tokens or FEWEST)
@@ -162,10 +167,12 @@ class Search:
         self._variant(who).ask(first, self.traffic.concurrency)
         plain, expected = 0.0, list[Answer]()
         turn = number % max(1, len(self._alive))
-        for candidate in [PLAIN, *self._alive[turn:], *self._alive[:turn]]:
+        for candidate in [PLAIN, *self._alive[turn:], *self._alive[:turn], PLAIN]:
             begun(rung, candidate)
-            answers, speed, counts = self._measure(candidate, wishes)
-            if candidate == PLAIN:
+            answers, counts = self._measure(candidate, wishes)
+            tokens, seconds = timed(answers)
+            speed = tokens / seconds if seconds else 0.0
+            if not expected:
                 plain, expected = speed, answers
             trial = Trial(
                 candidate,
@@ -176,6 +183,7 @@ class Search:
                 counts.tokens_per_step if counts else 0.0,
                 sum(a.text == b.text for a, b in zip(answers, expected, strict=True)),
                 len(wishes),
+                tokens,
             )
             self.trials.append(trial)
             yield trial
@@ -189,13 +197,13 @@ class Search:
 
     def _measure(
         self, candidate: Candidate, wishes: Sequence[Wish]
-    ) -> tuple[list[Answer], float, Counts | None]:
+    ) -> tuple[list[Answer], Counts | None]:
         engine = self._variant(candidate)
         before = engine.counts()
         answers = engine.ask(wishes, self.traffic.concurrency, stream=True)
         after = engine.counts()
         counts = after - before if before is not None and after is not None else None
-        return answers, speed_of(answers), counts
+        return answers, counts
 
     def _variant(self, candidate: Candidate) -> Engine:
         return self.engine.variant(candidate.wishes, salt="tune")
@@ -208,15 +216,55 @@ class Search:
     ) -> float:
         """Return how many times another's speed a candidate has, on the rounds that both had.
 
-        It is the ratio of the times that both took. rounds: only these
+        It is the ratio of the times that both took for plain's tokens: a round counts by its
+        tokens, and one whose answers were too short to time does not. rounds: only these
         """
-        mine, theirs = self._speeds(candidate), self._speeds(other)
+        mine, theirs, weights = self._pace(candidate), self._pace(other), self._weights
         shared = [n for n in mine if n in theirs and (rounds is None or n in rounds)]
-        taken = sum(1 / max(1e-6, mine[n]) for n in shared)
-        return sum(1 / max(1e-6, theirs[n]) for n in shared) / taken if shared else 0.0
+        taken = sum(weights[n] * mine[n] for n in shared)
+        return sum(weights[n] * theirs[n] for n in shared) / taken if taken else 0.0
 
-    def _speeds(self, candidate: Candidate) -> dict[int, float]:
-        return {trial.round: trial.speed for trial in self.trials if trial.candidate == candidate}
+    def _pace(self, candidate: Candidate) -> dict[int, float]:
+        """Return seconds a token by round, the mean where there are two trials."""
+        found: dict[int, list[float]] = {}
+        for trial in self.trials:
+            if trial.candidate == candidate and trial.speed > 0:
+                found.setdefault(trial.round, []).append(1 / trial.speed)
+        return {number: sum(paces) / len(paces) for number, paces in found.items()}
+
+    @property
+    def _weights(self) -> dict[int, float]:
+        """The tokens of plain decoding, by round."""
+        return {t.round: t.tokens for t in self.trials if t.candidate == PLAIN}
+
+    @property
+    def noise(self) -> float:
+        """How far plain decoding's two speeds in a round differ, as a share: root mean square."""
+        by_round: dict[int, list[float]] = {}
+        for trial in self.trials:
+            if trial.candidate == PLAIN and trial.speed > 0:
+                by_round.setdefault(trial.round, []).append(math.log(trial.speed))
+        squares = [(pair[0] - pair[-1]) ** 2 for pair in by_round.values() if len(pair) > 1]
+        return math.sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+    def gain(self, candidate: Candidate, rounds: Collection[int] | None = None) -> float:
+        """Return the speed-up that a candidate can claim. rounds: on these only
+
+        Speed-up = tokens a step / (step time / decode time), and a step that verifies drafts takes
+        no less time than one without: what is measured beyond the tokens a step is noise.
+        """
+        steps = self.tokens_per_step(candidate)
+        return min(self.score(candidate, rounds=rounds), steps or math.inf)
+
+    def wins(self, candidate: Candidate) -> bool:
+        """Whether a finalist is faster than plain decoding, by more than two times the noise.
+
+        Only the last rung counts: in the others it was chosen for being fast, or lucky.
+        """
+        rung = max((t.rung for t in self.trials if t.candidate == candidate), default=0)
+        rounds = [n for n in self.rounds_of(rung) if n in self._pace(candidate)]
+        least = max(CLOSE / 3, 2 * self.noise / math.sqrt(max(1, len(rounds))))
+        return self.gain(candidate, rounds) >= 1 + least
 
     def rounds_of(self, rung: int) -> list[int]:
         """Return the numbers of the rounds that a rung had."""
@@ -228,17 +276,18 @@ class Search:
         drafted = [trial for trial in self.trials if trial.candidate != PLAIN]
         last = max((trial.rung for trial in drafted), default=0)
         found = {trial.candidate for trial in drafted if trial.rung == last}
-        return sorted(found, key=self.score, reverse=True)
+        return sorted(found, key=self.gain, reverse=True)
 
     def spread(self, candidate: Candidate) -> tuple[float, float]:
         """Return the lowest and the highest ratio that a candidate had."""
-        found = [t.times_plain for t in self.trials if t.candidate == candidate] or [1.0]
-        return min(found), max(found)
+        own = [t.times_plain for t in self.trials if t.candidate == candidate and t.times_plain]
+        return min(own, default=1.0), max(own, default=1.0)
 
     def tokens_per_step(self, candidate: Candidate) -> float:
-        """Return the mean over trials; 0 if the engine does not tell."""
-        found = [t.tokens_per_step for t in self.trials if t.candidate == candidate]
-        return statistics.mean(found) if found else 0.0
+        """Return how many tokens a request gets from a step; 0 if the engine does not tell."""
+        own = [t for t in self.trials if t.candidate == candidate and t.tokens_per_step]
+        steps = sum(t.tokens / t.tokens_per_step for t in own)
+        return sum(t.tokens for t in own) / steps if steps else 0.0
 
     @property
     def ranking(self) -> list[Candidate]:
@@ -246,7 +295,7 @@ class Search:
 
         def place(candidate: Candidate) -> tuple[int, float]:
             rungs = [t.rung for t in self.trials if t.candidate == candidate]
-            return max(rungs, default=-1), self.score(candidate)
+            return max(rungs, default=-1), self.gain(candidate)
 
         tried = dict.fromkeys(trial.candidate for trial in self.trials)
         return sorted(tried, key=place, reverse=True)

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import yaml
 
-from outrider.errors import Unsupported
+from outrider.errors import Unsupported, UsageError
 
 __all__ = ["serving"]
 
+COUNTS = ("--speculative-num-steps", "--speculative-num-draft-tokens")
 START = 600.0
 """Seconds that a server may take to load."""
 
@@ -35,7 +36,9 @@ def serving(
     has_draft = "--speculative-draft-model-path" in " ".join(flags)
     names = ["suffix", "ngram", "adaptive", *(["model"] if has_draft else [])]
     content: dict[str, object] = {"drafters": {name: {} for name in names}}
-    content["max_drafts"] = most_drafts
+    # where SGLang's flags say how many, a profile that says more would be refused
+    if not any(flag.startswith(COUNTS) for flag in flags):
+        content["max_drafts"] = most_drafts
     if draft_bits is not None and has_draft:
         content["draft_bits"] = draft_bits
     port = _free_port()
@@ -71,10 +74,12 @@ def _free_port() -> int:
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START
     while time.monotonic() < deadline:
-        if process.poll() is not None:
+        if (code := process.poll()) is not None:
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
             why = "; ".join(line[:300] for line in lines[-3:])
-            raise Unsupported(f"the server did not start: {why}", fix=f"all of it is in {log}")
+            # argparse's code and ours: an option or the profile cannot be understood
+            kind = UsageError if code == 2 else Unsupported
+            raise kind(f"the server did not start: {why}", fix=f"all of it is in {log}")
         with suppress(OSError), urllib.request.urlopen(url + "/health", timeout=5):
             return
         time.sleep(0.5)

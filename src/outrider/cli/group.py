@@ -1,0 +1,62 @@
+"""How every command ends: with a meant exit code, and a sentence instead of a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from outrider.errors import OutriderError, UsageError
+from outrider.report.console import Exit, complain
+
+__all__ = ["Commands"]
+
+EXTRAS = {
+    "matplotlib": "tools",
+    "openai": "tools",
+    "scipy": "tools",
+    "torch": "transformers",
+    "transformers": "transformers",
+}
+"""The extra of `pip install 'outrider[EXTRA]'` that brings a package."""
+
+
+class Commands(TyperGroup):
+    """Runs a command. What it raises becomes a message and an exit code; --debug shows it all."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            complain(Console(stderr=True), "interrupted")
+            raise SystemExit(Exit.INTERRUPTED) from None
+        except BrokenPipeError:  # whoever read our output has left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(Exit.COULD_NOT_RUN) from None
+        except Exception as error:
+            if isinstance(error, typer.Abort) or hasattr(error, "exit_code"):
+                raise  # typer's own
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            complain(Console(stderr=True), _said(error))
+            code = Exit.USAGE if isinstance(error, UsageError) else Exit.COULD_NOT_RUN
+            raise SystemExit(code) from error
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, ImportError) and error.name:
+        name = error.name.partition(".")[0]
+        wanted = f"'outrider[{EXTRAS[name]}]'" if name in EXTRAS else name
+        return f"{name} cannot be imported here ({error}); pip install {wanted}"
+    if isinstance(error, OutriderError | OSError):
+        return str(error)
+    return (
+        f"unexpected {type(error).__name__}: {error}; "
+        "`outrider --debug ...` shows where, please report it"
+    )
