@@ -213,11 +213,46 @@ def _static(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
+def compatibility() -> Iterator[Row]:
+    """What CI installs, and what it runs there: from requirements/ and .ci/run."""
+    ci = (ROOT / ".ci/run").read_text()
+    pythons = re.search(r"for version in ([\d. ]+);", ci)
+    assert pythons
+    yield ["", "version", "what runs on it", "stage of `.ci/run`"]
+    yield ["Python", pythons[1].strip().replace(" ", ", "), "the wheel", "`versions`"]
+    yield ["", "3.11", "everything else", "all"]
+    yield ["torch", pin("torch", "ci"), "everything", "all"]
+    parity = "servers beside bare SGLang: parity, requests, faults, parallelism"
+    for package, name, file, what, stages in (
+        ("transformers", "Transformers", "ci", "all tests of the host", "`fast`, `models`"),
+        ("transformers", "", "transformers-lowest", "generation, README's example", "`versions`"),
+        ("sglang", "SGLang", "sglang23-cpu", parity, "`sglang23`"),
+        (
+            "sglang",
+            "",
+            "sglang-cpu",
+            "parity, requests, kernels, memory, metrics, tools",
+            "`sglang`",
+        ),
+        ("sglang", "", "sglang18-cpu", "OUTRIDER is refused, bare is unchanged", "`sglang23`"),
+        ("triton", "Triton", "ci", "kernels in the interpreter, and compiled", "`kernels`"),
+    ):
+        yield [name, pin(package, file), what, stages]
+
+
+def pin(package: str, file: str) -> str:
+    """Return the version of a package that a file of requirements/ installs."""
+    text = (ROOT / "requirements" / f"{file}.txt").read_text()
+    found = re.search(rf"\b{package}==([\w.]+)", text)
+    assert found, f"{package} in {file}.txt"
+    return found[1]
+
+
 TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     make.__name__: make
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
-        paced_by_batch_0_5_23, paced_cells, paced_parts, kernels_static,
+        paced_by_batch_0_5_23, paced_cells, paced_parts, kernels_static, compatibility,
     )
 }  # fmt: skip
 
