@@ -162,12 +162,12 @@ def paced_cells() -> Iterator[Row]:
     *others, last = shown.values()
     yield ["text", "B", *others, "tokens a step", "idle ms", last]
     for c in result("paced_sglang")["cells"]:
-        found = (c["contenders"][name] for name in shown)
+        found = (c["contenders"].get(name) for name in shown)
         times = (
-            f"{two(f['times_overlap']['median'])} ({two(f['times_no_overlap']['median'])})"
+            f and f"{two(f['times_overlap']['median'])} ({two(f['times_no_overlap']['median'])})"
             for f in found
         )
-        *rest, model = times
+        *rest, model = (value or "" for value in times)
         own = c["contenders"]["adaptive"]
         idle = f"{own['idle_ms_median']:.1f}"
         yield [c["kind"], str(c["batch"]), *rest, two(own["tokens_per_step"]), idle, model]
