@@ -1,6 +1,6 @@
 """Compile every kernel for four GPUs, without one, and write what the machine code says.
 
-    python benchmarks/kernels_static.py [--targets gfx942 sm_90] [--out FILE] [--markdown]
+    python benchmarks/kernels_static.py [--targets gfx942 sm_90] [--out FILE]
 
 Where SGLang is installed, its own decode and extend kernels are compiled the same way, beside ours.
 Cycles come from llvm-mca (Debian's llvm-19), if it is there: uncalibrated, for comparing two
@@ -119,7 +119,6 @@ def main() -> None:
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--out", type=Path, help="instead of the committed file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--markdown", action="store_true", help="print the table for the docs")
     args = parser.parse_args()
     try:
         import sglang
@@ -137,30 +136,10 @@ def main() -> None:
         done = pool.map(_one, jobs)
         rows = list(track(done, "compiling", len(jobs), console=Console(stderr=True)))
     write("kernels_static", {"host": host, "figures": rows}, args.out)
-    if args.markdown:
-        _print_pairs({(row["target"], row["variant"]): row for row in rows})
-        return
     table = Table("GPU", "kernel", *COLUMNS)
     for row in rows:
         table.add_row(row["target"], row["variant"], *(_cell(row[key]) for key in COLUMNS.values()))
     Console().print(table)
-
-
-def _print_pairs(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
-    """Print ours beside SGLang's, as the table of docs/kernels.md."""
-    print("| GPU | D | work | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 3))
-    for target in TARGETS:
-        for dim in DIMS:
-            prompt = 64 if dim <= 128 else 32
-            pairs = {
-                "decode": (f"paged D{dim} rows16", f"SGLang decode D{dim}"),
-                "verify": (f"paged D{dim} rows64", f"SGLang verify D{dim}"),
-                "prefill": (f"prefill D{dim} rows{prompt}", f"SGLang extend D{dim}"),
-            }
-            for work, names in pairs.items():
-                ours, theirs = (rows[target, name] for name in names)
-                cells = (f"{_cell(ours[k])} / {_cell(theirs[k])}" for k in COLUMNS.values())
-                print(f"| {target} | {dim} | {work} | " + " | ".join(cells) + " |")
 
 
 def _cell(value: Any) -> str:

@@ -82,6 +82,30 @@ def test_what_a_page_names_exists(page):
     assert wrong(text) == []
     assert [name for name in sorted(files(text)) if not (ROOT / name).exists()] == []
     assert re.findall(r"^[A-Z]+_[A-Z_]+$", text, re.MULTILINE) == []  # places left to fill
+    assert missing_tests(text) == []
+
+
+def missing_tests(page: str) -> list[str]:
+    """Return the tests that a page names, as `file::test`, and that do not exist."""
+    found = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    return [
+        f"{file}::{test}"
+        for file, test in found
+        if not (ROOT / file).exists() or f"\ndef {test}(" not in (ROOT / file).read_text()
+    ]
+
+
+def test_every_answer_of_the_faq_names_a_test():
+    answers = re.split(r"^## ", (ROOT / "docs" / "faq.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(answers) >= 10
+    assert [a.splitlines()[0] for a in answers if "Shown by `tests/" not in a] == []
+
+
+def test_twin_a_test_that_does_not_exist_is_seen():
+    assert missing_tests("`tests/test_docs.py::test_no_such`, `tests/no.py::test_a`") == [
+        "tests/test_docs.py::test_no_such",
+        "tests/no.py::test_a",
+    ]
 
 
 def test_every_command_has_its_page():

@@ -16,8 +16,24 @@ def test_the_example_runs(monkeypatch, capsys):
     for name, which in (("1.5B", "target"), ("0.5B", "draft")):
         code, count = re.subn(rf'"Qwen/Qwen2.5-Coder-{name}-Instruct"', f'"{tiny / which}"', code)
         assert count == 1
-    exec(compile(code, "README.md", "exec"), {})
+    names: dict = {}
+    exec(compile(code, "README.md", "exec"), names)
     assert float(capsys.readouterr().out.split()[-1]) > 1
+    # the three lines of the first screen, with the same models
+    lines = re.search(r"```python\n(done = outrider.*?)```", README, re.DOTALL).group(1)
+    exec(compile(lines, "README.md", "exec"), names)
+    assert float(capsys.readouterr().out.split()[-1]) > 1
+
+
+def test_the_first_screen_has_what_a_visitor_looks_for():
+    """A claim, a figure with its conditions, a picture made by our own code, install, use."""
+    screen = README.partition("\n## ")[0]
+    assert len(screen.splitlines()) < 40
+    (picture,) = re.findall(r"!\[[^\]]+\]\(docs/img/(\w+)\.svg\)", screen)
+    assert f"def {picture}(" in (ROOT / "scripts" / "make_pictures.py").read_text()
+    assert "    pip install " in screen
+    assert "outrider.generate(" in screen
+    assert re.search(r"\d\.\d\d times[^.]*?(?:\.\d+[^.]*?)*CPU cores", screen, re.DOTALL)
 
 
 def test_files_that_are_named_exist():
