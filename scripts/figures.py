@@ -173,6 +173,16 @@ def paced_cells() -> Iterator[Row]:
         yield [c["kind"], str(c["batch"]), *rest, two(own["tokens_per_step"]), idle, model]
 
 
+def paced_context() -> Iterator[Row]:
+    """Adaptive on the paced device by context: our attention backend and SGLang's."""
+    names = ("own backend", "stock backend, rows", "stock backend, auto")
+    headers = ("`outrider` backend", "SGLang's, `rows`", "SGLang's, `auto`")
+    yield ["text", "B", "context", *headers]
+    for c in result("paced_context")["cells"]:
+        times = (spread(c["by"][name]["times_bare"]) for name in names)
+        yield [c["kind"], str(c["batch"]), f"{c['context']:,}", *times]
+
+
 def paced_parts() -> Iterator[Row]:
     """Milliseconds of a step by part, before and after steps became one array program."""
     before = {"adaptive": ["3.7", "9.7", "42-53"], "none": ["4.5-5.2", "7-8", "17-18"]}
@@ -252,7 +262,8 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     make.__name__: make
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
-        paced_by_batch_0_5_23, paced_cells, paced_parts, kernels_static, compatibility,
+        paced_by_batch_0_5_23, paced_cells, paced_context, paced_parts, kernels_static,
+        compatibility,
     )
 }  # fmt: skip
 
