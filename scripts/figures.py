@@ -24,7 +24,18 @@ PAGES = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("control", "scaling", "kernels", "paced", "sglang", "tuning", "comparison")
+        for name in (
+            "control",
+            "scaling",
+            "kernels",
+            "paced",
+            "tuning",
+            "comparison",
+            "sglang",
+            "sglang-settings",
+            "sglang-internals",
+            "sglang-findings",
+        )
     ),
 ]
 NEW = "paced_sglang_0_5_23"

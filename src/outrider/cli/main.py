@@ -136,7 +136,7 @@ def serve(
     context: typer.Context,
     profile: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="A YAML file that says how to draft; see docs/sglang.md."),
+        typer.Option(help="A YAML file that says how to draft; see docs/sglang-settings.md."),
     ] = None,
 ) -> None:
     """Serve with SGLang and Outrider. All other options are SGLang's: --model-path and so on."""

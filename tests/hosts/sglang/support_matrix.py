@@ -76,7 +76,7 @@ FALLBACKS = {
     "`grammar`": "a grammar backend that cannot go back (xgrammar can)",
     "`rows`": (
         "more rows than a pass may have: fewer drafts for each request, or none "
-        "([limits](sglang.md#how-many-rows-a-pass-may-have))"
+        "([limits](sglang-settings.md#how-many-rows-a-pass-may-have))"
     ),
 }
 

@@ -21,7 +21,7 @@ QWEN = 151_936
     [(QWEN, 0, 1009), (QWEN, 3, 371), (128_256, 0, 1195), (128_256, 3, 440)],
 )
 def test_logits_stay_within_the_limit(vocab_size, penalties, rows):
-    """The figures of docs/sglang.md."""
+    """The figures of docs/sglang-settings.md."""
     assert memory.max_rows(vocab_size, 2, penalties) == rows
     assert rows * memory.row_bytes(vocab_size, 2, penalties) <= memory.LIMIT
     assert (rows + 1) * memory.row_bytes(vocab_size, 2, penalties) > memory.LIMIT

@@ -19,11 +19,11 @@ from outrider.cli.main import app
 from pages import PAGES, commands
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "sglang.md").read_text()
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+def blocks(language, page="sglang"):
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def environment():
@@ -82,7 +82,7 @@ def test_engine_in_python(tmp_path):
 def test_the_profile_on_the_page_is_valid(tmp_path):
     from outrider.hosts.sglang.profile import load_profile
 
-    (content,) = blocks("yaml")
+    (content,) = blocks("yaml", "sglang-settings")
     path = tmp_path / "profile.yaml"
     path.write_text(content)
     assert load_profile(str(path)).drafter == "model"
@@ -114,7 +114,7 @@ def test_serve_says_what_is_wrong(profile, tmp_path):
         profile.write_text("draftr: model\n")
     command = [sys.executable, "-m", "outrider", "serve", "--profile", str(profile)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert str(profile) in done.stderr.replace("\n", "")
 
 
