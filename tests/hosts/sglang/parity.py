@@ -59,7 +59,11 @@ class Comparison:
                 self.different.append((name, workload.essence(a), workload.essence(b)))
                 continue
             self.tokens += sum(_tokens(x) for x in (a if isinstance(a, list) else [a]))
-            gap = workload.furthest(workload.logprobs(a), workload.logprobs(b))
+            try:
+                gap = workload.furthest(workload.logprobs(a), workload.logprobs(b))
+            except AssertionError as error:  # not even of the same shape
+                self.different.append((f"{wish.kind}/{wish.form}", wish.body, error))
+                continue
             self.gaps[wish.kind] = max(self.gaps.get(wish.kind, 0.0), gap)
 
     def conclude(self, logprobs_within):

@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_STR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from outrider.core import FinishReason, Outcome, Outcomes, Proposal, chain
-from outrider.hosts.sglang import flights
+from outrider.hosts.sglang import flights, hooks
 from outrider.hosts.sglang.flights import (
     Flight,
     NextDraft,
@@ -83,6 +83,23 @@ def test_a_stop_string_may_begin_in_the_step_before():
 def test_length_and_end_of_text():
     assert kept(host_request("abcd", max_new_tokens=6), "xyz") == (2, FinishReason.LENGTH)
     assert kept(host_request(), "ab\0cd") == (3, FinishReason.STOP)
+
+
+def test_who_has_no_token_yet_sends_nothing(monkeypatch):
+    """Retracted while its prompt was read: the host would count its first logprob as sent."""
+    speaks, waits, ended = host_request("ab"), host_request(), host_request()
+    ended.finished_reason = FINISH_LENGTH(0)
+    reqs, sent = [speaks, waits, ended], []
+
+    def stream():
+        hooks.stream_output(lambda self, reqs, *_: sent.append(reqs), None, reqs, True)
+        return sent.pop()
+
+    monkeypatch.setattr(hooks, "_flush_tokens", lambda: None)
+    monkeypatch.setattr(hooks, "chosen_args", lambda: None)
+    assert stream() == reqs  # not chosen: the host's own way
+    monkeypatch.setattr(hooks, "chosen_args", object)
+    assert stream() == [speaks, ended]
 
 
 class Grammar:

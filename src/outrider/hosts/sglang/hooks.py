@@ -92,7 +92,13 @@ def stream_output(
     skip_req: Any = None,
     is_idle_batch: bool = False,
 ) -> Any:
-    """Send whole chunks, if the profile asks for chunks."""
+    """Send whole chunks, if the profile asks for chunks.
+
+    A request without output is left out, unless it has ended. It was retracted while its prompt was
+    read, and SGLang would count the logprob of its first token as sent.
+    """
+    if chosen_args() is not None:
+        reqs = [req for req in reqs if req.output_ids or req.finished()]
     size = _flush_tokens()
     if size is None:
         return original(self, reqs, return_logprob, skip_req, is_idle_batch)
