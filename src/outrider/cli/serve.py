@@ -22,10 +22,6 @@ def run(profile: Path | None, arguments: Sequence[str]) -> None:
     if profile is not None:
         try:
             load_profile(str(profile))
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"profile {profile} is not UTF-8 ({error})", fix="convert it"
-            ) from error
         except Unsupported as error:
             raise UsageError(error.what, fix=error.fix) from error
         environment[CONFIG_VARIABLE] = str(profile.resolve())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from outrider.core import Drafter, Unsupported
@@ -22,6 +22,16 @@ OURS: Mapping[str, Callable[..., Drafter]] = {
 """Those that come with Outrider and need no model."""
 
 
+def known_drafters(*others: str) -> dict[str, EntryPoint | None]:
+    """Return the names of all drafters, sorted, each with the package's entry point that makes it.
+
+    others: names of drafters that the caller makes itself
+    """
+    found: dict[str, EntryPoint | None] = {e.name: e for e in entry_points(group=GROUP)}
+    found.update(dict.fromkeys([*OURS, *others]))
+    return dict(sorted(found.items()))
+
+
 def make_drafter(name: str, options: Mapping[str, Any], *, others: Iterable[str] = ()) -> Drafter:
     """Return a new drafter of that name, made with these options.
 
@@ -29,11 +39,12 @@ def make_drafter(name: str, options: Mapping[str, Any], *, others: Iterable[str]
     """
     factory = OURS.get(name)
     if factory is None:
-        found = {entry.name: entry for entry in entry_points(group=GROUP)}
-        if name not in found:
-            known = ", ".join(sorted({*OURS, *found, *others}))
-            raise Unsupported(f"drafter {name!r}", fix=f"choose one of {known}, or install it")
-        factory = found[name].load()
+        known = known_drafters(*others)
+        entry = known.get(name)
+        if entry is None:
+            names = ", ".join(known)
+            raise Unsupported(f"drafter {name!r}", fix=f"choose one of {names}, or install it")
+        factory = entry.load()
     try:
         return factory(**options)
     except (TypeError, ValueError) as error:

@@ -297,11 +297,9 @@ def _options(spec: str, given: str) -> Mapping[str, Any]:
 
 def check_drafter(name: str) -> None:
     """Refuse a name that no drafter has, and list those there are."""
-    from importlib.metadata import entry_points
+    from outrider.drafters.registry import known_drafters
 
-    from outrider.drafters.registry import GROUP, OURS
-
-    known = sorted({"adaptive", "model", *OURS, *(e.name for e in entry_points(group=GROUP))})
+    known = known_drafters("adaptive", "model")
     if name not in known:
         raise UsageError(f"drafter {name!r}", fix=f"choose one of {', '.join(known)}")
 

@@ -95,7 +95,6 @@ def test_who_has_no_token_yet_sends_nothing(monkeypatch):
         hooks.stream_output(lambda self, reqs, *_: sent.append(reqs), None, reqs, True)
         return sent.pop()
 
-    monkeypatch.setattr(hooks, "_flush_tokens", lambda: None)
     monkeypatch.setattr(hooks, "chosen_args", lambda: None)
     assert stream() == reqs  # not chosen: the host's own way
     monkeypatch.setattr(hooks, "chosen_args", object)

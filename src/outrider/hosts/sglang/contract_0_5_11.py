@@ -142,7 +142,7 @@ FIELDS: dict[str, str] = {
         "pp_size page_size disaggregation_mode enable_dp_attention enable_hierarchical_cache "
         "enable_lora lora_paths enable_two_batch_overlap enable_pdmux enable_hisparse "
         "dllm_algorithm is_embedding speculative_adaptive speculative_token_map "
-        "enable_multi_layer_eagle tp_size"
+        "enable_multi_layer_eagle tp_size model_path"
     ),
 }
 """What we read or replace in the host's dataclasses."""
@@ -168,7 +168,7 @@ ATTRIBUTES: dict[str, str] = {
         "is_cross_attention use_irope k_scale v_scale k_scale_float v_scale_float "
         "xai_temperature_len"
     ),
-    "managers.tp_worker.TpModelWorker": "model_config tokenizer world_group _model_runner",
+    "managers.tp_worker.TpModelWorker": "model_config world_group _model_runner",
     "model_executor.model_runner.ModelRunner": (
         "sampler req_to_token_pool is_hybrid_swa use_ngram_embedding page_size use_mla_backend "
         "device model_config attn_backend graph_runner token_to_kv_pool"

@@ -80,10 +80,6 @@ def spec_decoding_metrics(
         meta_info["outrider_steps"] = steps
 
 
-def _flush_tokens() -> int | None:
-    return None if chosen_args() is None else load_profile().flush_tokens
-
-
 def stream_output(
     original: Callable[..., Any],
     self: Any,
@@ -97,9 +93,10 @@ def stream_output(
     A request without output is left out, unless it has ended. It was retracted while its prompt was
     read, and SGLang would count the logprob of its first token as sent.
     """
+    size = None
     if chosen_args() is not None:
         reqs = [req for req in reqs if req.output_ids or req.finished()]
-    size = _flush_tokens()
+        size = load_profile().flush_tokens
     if size is None:
         return original(self, reqs, return_logprob, skip_req, is_idle_batch)
     from outrider.hosts.sglang.flush import send_chunks
@@ -112,7 +109,7 @@ def stream_output(
 
 def handle_batch_output(original: Callable[..., Any], self: Any, recv_obj: Any) -> Any:
     """Let each stream take a chunk before the next, if the profile asks for chunks."""
-    if _flush_tokens() is None:
+    if chosen_args() is None or load_profile().flush_tokens is None:
         return original(self, recv_obj)
     from outrider.hosts.sglang.flush import one_by_one
 

@@ -112,9 +112,9 @@ def load_profile(path: str | None = None) -> Profile:
 @lru_cache(maxsize=4)
 def _load(path: str) -> Profile:
     try:
-        content = yaml.safe_load(Path(path).read_text()) or {}
+        content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
         return Profile.model_validate(content)
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise Unsupported(f"profile {path}", fix=f"it cannot be read: {error}") from error
     except ValidationError as error:
         raise Unsupported(f"profile {path}", fix=_say(error)) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 
 from outrider.core import Unsupported
@@ -137,9 +136,9 @@ def _check_drafters(profile: Profile, has_draft_model: bool) -> None:
     Those of other packages are made by the worker only: they may need its device.
     """
     from outrider.control import adaptive_drafter
-    from outrider.drafters.registry import GROUP, make_drafter
+    from outrider.drafters.registry import known_drafters, make_drafter
 
-    installed = {entry.name for entry in entry_points(group=GROUP)}
+    known = known_drafters(ADAPTIVE, MODEL, TIERS)
     for name in profile.names(has_draft_model):
         options = profile.drafters.get(name, {})
         if name == ADAPTIVE:
@@ -147,8 +146,8 @@ def _check_drafters(profile: Profile, has_draft_model: bool) -> None:
                 adaptive_drafter(None, **options)
             except (TypeError, ValueError) as error:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
-        elif name not in (MODEL, TIERS, *installed):
-            make_drafter(name, options)
+        elif name not in (MODEL, TIERS) and known.get(name) is None:
+            make_drafter(name, options, others=(ADAPTIVE, MODEL, TIERS))
 
 
 def _check_tokenizers(server_args: Any) -> None:
