@@ -43,7 +43,7 @@ def test_a_step_with_penalties_has_fewer_rows():
     def most(count, *penalties):
         penalties = kinds(*penalties)
         columns = SimpleNamespace(max_tokens=np.full(count, 100), max_drafts=np.full(count, 4))
-        worker._roster = SimpleNamespace(columns=columns)
+        worker._requests = SimpleNamespace(columns=columns)
         batch = SimpleNamespace(sampling_info=SimpleNamespace(penalizer_orchestrator=penalties))
         requests = [SimpleNamespace(output=[])] * count
         (drafts,) = set(worker._budget(batch, requests, np.arange(count)).max_drafts.tolist())

@@ -20,11 +20,11 @@ from outrider.hosts.sglang.flights import (
     NextDraft,
     attach_hidden,
     order_logprobs,
+    order_slots,
     would_keep,
 )
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.tracing import StepClock
-from outrider.hosts.sglang.worker import OutriderWorker
 
 # -- what the host will keep of a step's tokens
 
@@ -204,16 +204,14 @@ def test_a_trees_path_is_put_in_order(monkeypatch):
         def write(self, index, values):
             table[index] = values
 
-    worker = OutriderWorker.__new__(OutriderWorker)
     runner = SimpleNamespace(device="cpu", req_to_token_pool=Pool())
-    worker._target_worker = SimpleNamespace(model_runner=runner)
     a = request(0, req_pool_idx=1)
     gone = request(1, req_pool_idx=0, is_retracted=True)
     proposal = Proposal.unclaimed([5, 6, 5, 6], [2, 2], [-1, -1, -1, -1])
     made = Flight([a, gone], np.arange(2), SimpleNamespace(), proposal, StepClock(None))
     assert not proposal.is_chain
     made.outcomes = Outcomes.of([Outcome(r, (6, 9), (0, 2), 2, 1, None) for r in (a, gone)])
-    worker._order_slots(made)
+    order_slots(made, runner, None)
     assert table[1, 3:6].tolist() == [10, 12, 11]
     assert not table[0].any()
 

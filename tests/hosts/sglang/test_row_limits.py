@@ -42,7 +42,7 @@ def test_a_stock_backend_with_many_requests_is_counted():
     batch = SimpleNamespace(sampling_info=SimpleNamespace(penalizer_orchestrator=orchestrator))
     for count, drafts, counted in ((10, 4, {}), (40, 0, {"rows": 40})):
         columns = SimpleNamespace(max_tokens=np.full(count, 100), max_drafts=np.full(count, 4))
-        worker._roster = SimpleNamespace(columns=columns)
+        worker._requests = SimpleNamespace(columns=columns)
         found = worker._budget(batch, [request] * count, np.arange(count))
         assert found.max_drafts.tolist() == [drafts] * count
         assert worker._drafters.fallbacks == counted

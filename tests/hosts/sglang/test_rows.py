@@ -16,9 +16,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from outrider.core import Proposal, chain
-from outrider.hosts.sglang import rows, sampling
+from outrider.hosts.sglang import sampling
 from outrider.hosts.sglang.grammars import RowGrammar, can_roll_back
 from outrider.hosts.sglang.penalties import Penalties
+from outrider.hosts.sglang.requests import ActiveRequests
 from outrider.hosts.sglang.rows import kind_groups
 from outrider.hosts.sglang.sampling import row_sampling, sample, sampling_kind
 
@@ -57,7 +58,7 @@ def company(batch):
     """Return all requests of a batch."""
     count = len(batch.reqs)
     requests = [req.live for req in batch.reqs]
-    return rows.Company(requests, np.arange(count), np.zeros(count, np.int64), ["greedy"] * count)
+    return ActiveRequests(requests, np.arange(count), np.zeros(count, np.int64), ["greedy"] * count)
 
 
 class Batch:

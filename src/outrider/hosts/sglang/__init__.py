@@ -9,7 +9,8 @@ SGLang finds `register` by its entry point, `sglang.srt.plugins`. Read in this o
 * `profile`, `settings`: what a user can set, for the server and for a request
 * `worker`: the loop: a step is launched before the last one is known
 * `flights`: steps that were launched, and what a batch carries from one to the next
-* `roster`, `drafting`: SGLang's requests as drafters see them, and the server's drafters
+* `requests`, `request_table`: SGLang's requests as drafters see them
+* `drafting`: the server's drafters
 * `flush`, `explain`: streams in chunks of a fixed size; what each step did, for those who ask
 * `rows`: a verify pass as a decode batch with one row for each token
 * `sampling`, `penalties`, `grammars`: what the host's own sampler would emit at each row

@@ -74,34 +74,42 @@ class OutriderAttention(AttentionBackend):
 
     def _prefill_pasts(self, forward_batch: Any) -> list[list[Past]]:
         """Return the past of each request's new tokens."""
-        lines = forward_batch.req_pool_indices.tolist()
+        pool_indices = forward_batch.req_pool_indices.tolist()
         prefixes, counts = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         requests, start = [], 0
-        for line, prefix, count in zip(lines, prefixes, counts, strict=True):
+        for pool_index, prefix, count in zip(pool_indices, prefixes, counts, strict=True):
             if count:
                 lens = range(prefix + 1, prefix + count + 1)
-                requests.append([self._past(line, range(start, start + count), lens)])
+                requests.append([self._past(pool_index, range(start, start + count), lens)])
             start += count
         return requests
 
     def _decode_pasts(self, forward_batch: Any) -> list[list[Past]]:
         """Return the pasts of each request: one for a chain, one for each branch of a tree."""
-        lines, lens = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
+        pool_indices, lens = (
+            forward_batch.req_pool_indices.tolist(),
+            forward_batch.seq_lens.tolist(),
+        )
         trees, slots = forward_batch.spec_info, forward_batch.out_cache_loc
         requests = []
-        for line, group in groupby(range(len(lines)), key=lambda row: lines[row]):
+        for pool_index, group in groupby(
+            range(len(pool_indices)), key=lambda row: pool_indices[row]
+        ):
             rows = list(group)
             if trees is None:
-                requests.append([self._past(line, rows, [lens[row] for row in rows])])
+                requests.append([self._past(pool_index, rows, [lens[row] for row in rows])])
                 continue
             first, prefix = rows[0], lens[rows[0]] - 1
-            cached, own = self._req_to_token[line, :prefix].long(), slots[first : rows[-1] + 1]
+            cached, own = (
+                self._req_to_token[pool_index, :prefix].long(),
+                slots[first : rows[-1] + 1],
+            )
             parents = [trees.parents[row] - first for row in rows[1:]]
             requests.append(tree_pasts([-1, *parents], cached, own, first))
         return requests
 
-    def _past(self, line: int, rows: Sequence[int], lens: Sequence[int]) -> Past:
-        return Past(rows, lens, self._req_to_token[line, : max(lens)].long())
+    def _past(self, pool_index: int, rows: Sequence[int], lens: Sequence[int]) -> Past:
+        return Past(rows, lens, self._req_to_token[pool_index, : max(lens)].long())
 
     def forward_decode(
         self,

@@ -56,11 +56,11 @@ class TritonAttention(OutriderAttention):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Find which rows share which keys, once for all layers, without asking the device."""
-        lines = forward_batch.req_pool_indices
+        pool_indices = forward_batch.req_pool_indices
         self._is_prefill = not forward_batch.forward_mode.is_decode()
         if self._is_prefill:
             self._layout = Layout.of_runs(
-                lines,
+                pool_indices,
                 forward_batch.extend_prefix_lens_cpu,
                 forward_batch.extend_seq_lens_cpu,
                 self._req_to_token,
@@ -72,11 +72,11 @@ class TritonAttention(OutriderAttention):
             known = forward_batch.seq_lens_cpu
             longest = self._max_len if known is None else int(known.max())
             trees = forward_batch.spec_info
-            self._layout = self._rows(lines, forward_batch.seq_lens, longest, trees, known)
+            self._layout = self._rows(pool_indices, forward_batch.seq_lens, longest, trees, known)
 
     def _rows(
         self,
-        lines: Tensor,
+        pool_indices: Tensor,
         lens: Tensor,
         longest: int,
         trees: Any = None,
@@ -85,9 +85,9 @@ class TritonAttention(OutriderAttention):
         """Lay out the rows of a decode batch. trees: its `TreeRows`, if drafts branch."""
         shape = self._req_to_token, self._tile, self._group, longest
         if trees is None:
-            return Layout.of_lines(lines, lens, *shape)
+            return Layout.of_lines(pool_indices, lens, *shape)
         known = lens.tolist() if lens_cpu is None else lens_cpu.tolist()
-        return tree_layout(trees.parents, known, lines, *shape)
+        return tree_layout(trees.parents, known, pool_indices, *shape)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layer: Any) -> Tensor:
         assert self._layout is not None
@@ -131,23 +131,25 @@ class TritonAttention(OutriderAttention):
         seq_lens_cpu: Tensor | None,
     ) -> None:
         """Write this step's rows into the layout that the graph reads."""
-        lines, lens = req_pool_indices[:bs], seq_lens[:bs]
+        pool_indices, lens = req_pool_indices[:bs], seq_lens[:bs]
         lens_cpu = None if seq_lens_cpu is None else seq_lens_cpu[:bs]
-        rows = self._rows(lines, lens, self._max_len, spec_info, lens_cpu)
+        rows = self._rows(pool_indices, lens, self._max_len, spec_info, lens_cpu)
         self._captured[bs].copy_(rows)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Do what SGLang 0.5.11 asks for by two names: see the two methods above."""
         batch = forward_batch
-        bs, lines, lens = batch.batch_size, batch.req_pool_indices, batch.seq_lens
+        bs, pool_indices, lens = batch.batch_size, batch.req_pool_indices, batch.seq_lens
         mode, trees = batch.forward_mode, batch.spec_info
         if in_capture:
-            self.init_forward_metadata_capture_cuda_graph(bs, bs, lines, lens, None, mode, trees)
+            self.init_forward_metadata_capture_cuda_graph(
+                bs, bs, pool_indices, lens, None, mode, trees
+            )
         else:
             known = batch.seq_lens_cpu
             total = batch.seq_lens_sum
             self.init_forward_metadata_replay_cuda_graph(
-                bs, lines, lens, total, None, mode, trees, known
+                bs, pool_indices, lens, total, None, mode, trees, known
             )
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

@@ -84,6 +84,7 @@ CALLS: dict[str, str] = {
     "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": (
         "self layer loc_info cache_k cache_v k_scale v_scale layer_id_override dcp_kv_mask"
     ),
+    "model_executor.forward_batch_info.ForwardMode.is_target_verify": "self",
     "model_executor.forward_batch_info.ForwardBatch.init_new": (
         "cls batch model_runner capture_hidden_mode return_hidden_states_before_norm "
         "extend_position_info spec_mrope_positions kv_loc_plan write_cols"
@@ -110,6 +111,9 @@ CALLS: dict[str, str] = {
     "speculative.spec_info.SpecInput.__init__": "self spec_input_type",
     "utils.common.freeze_gc": "context gc_threshold",
     "utils.common.is_hip": "",
+    "utils.hf_transformers_utils.get_tokenizer": (
+        "tokenizer_name * tokenizer_mode trust_remote_code tokenizer_revision tokenizer_backend **"
+    ),
 }
 """What we call, with its parameters."""
 

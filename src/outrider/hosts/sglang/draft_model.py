@@ -26,7 +26,7 @@ from outrider.hosts.sglang.rows import decode_rows
 
 @dataclasses.dataclass
 class DraftSequence:
-    """One request's sequence: which line of `req_to_token` it has, and how much is cached."""
+    """One request's sequence: its index in `req_to_token`, and how much is cached."""
 
     req_pool_idx: int
     length: int
@@ -99,9 +99,9 @@ class SglangDraftModel:
         """Return the request's sequence, with what is cached already."""
         req = request.req  # type: ignore[attr-defined]  # the worker's requests carry it
         sequence = self._sequences.get(req)
-        line = host().cache_of(req).req_pool_idx
-        if sequence is None or sequence.req_pool_idx != line:
-            sequence = self._sequences[req] = DraftSequence(line, 0)
+        pool_index = host().cache_of(req).req_pool_idx
+        if sequence is None or sequence.req_pool_idx != pool_index:
+            sequence = self._sequences[req] = DraftSequence(pool_index, 0)
         return sequence
 
     def extend(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> Tensor:
@@ -110,19 +110,19 @@ class SglangDraftModel:
         The slots are those that the worker has given the target for the same positions.
         """
         tokens: list[int] = []
-        lines: list[int] = []
+        pool_indices: list[int] = []
         positions: list[int] = []
         ends: list[int] = []
         for sequence, new in segments:
             tokens += new
-            lines += [sequence.req_pool_idx] * len(new)
+            pool_indices += [sequence.req_pool_idx] * len(new)
             positions += range(sequence.length, sequence.length + len(new))
             ends.append(len(tokens) - 1)
         self._begin(segments)
         logits = []
         for start in range(0, len(tokens), self._max_rows):
             rows = slice(start, start + self._max_rows)
-            found = self._run(Message.DECODE, tokens[rows], lines[rows], positions[rows])
+            found = self._run(Message.DECODE, tokens[rows], pool_indices[rows], positions[rows])
             wanted = [end - start for end in ends if start <= end < start + self._max_rows]
             # the next pass may overwrite them: all captured graphs share one buffer for logits
             is_last = start + self._max_rows >= len(tokens)
@@ -207,9 +207,9 @@ class SglangDraftModel:
             **{host().prefix_lens: prefixes, host().extend_lens: counts},
         )
 
-    def _slots(self, line: Tensor, position: Tensor) -> Tensor:
+    def _slots(self, pool_index: Tensor, position: Tensor) -> Tensor:
         """Return the slots that the host has given these positions."""
-        slots: Tensor = self._runner.req_to_token_pool.req_to_token[line, position]
+        slots: Tensor = self._runner.req_to_token_pool.req_to_token[pool_index, position]
         return slots.long()
 
     def run(self, batch: Any) -> Tensor:

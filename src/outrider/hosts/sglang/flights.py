@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from outrider.core import FinishReason, Ints, Law, Outcomes, Proposal
 from outrider.hosts.sglang.host import host
-from outrider.hosts.sglang.roster import Columns, LiveRequest
+from outrider.hosts.sglang.request_table import Columns
+from outrider.hosts.sglang.requests import LiveRequest
 from outrider.hosts.sglang.rows import to_device, write_slots
 from outrider.hosts.sglang.tracing import StepClock
 
@@ -133,7 +135,7 @@ class NextDraft(SpecInput):
         have = np.array([cache.kv_allocated_len for cache in caches])
         ahead = np.array([cache.kv_committed_len for cache in caches])
         ahead += 2 * here.slots_per_step()
-        # near the end of the context a line has no room for more, and no step needs it
+        # near the end of the context its row of the table is full, and no step needs more
         new = np.maximum(np.minimum(ahead, pool.req_to_token.shape[1]) - have, 0)
         for req, cache, count in zip(reqs, caches, new.tolist(), strict=True):
             cache.kv_allocated_len += count
@@ -144,6 +146,41 @@ class NextDraft(SpecInput):
             places = np.arange(len(owners)) - (new.cumsum() - new)[owners]
             told = np.stack([owners, have[owners] + places])
             write_slots(batch, *to_device(told, batch.device))
+
+
+def order_slots(flight: Flight, runner: Any, main: Any) -> None:
+    """Put the slots of a tree's path into the order of its tokens: in the table, nothing is copied.
+
+    What is not on the path goes behind it. A request that has left the batch has no row in the
+    table.
+
+    main: the scheduler's own stream, which reads the table next, when a request ends
+    """
+    outcomes, sizes = flight.outcomes, flight.proposal.num_drafts + 1
+    assert outcomes is not None
+    pool_indices, bases, sources, places = [], [], [], []
+    for r, request in enumerate(flight.requests):
+        path = outcomes.rows[outcomes.starts[r] : outcomes.starts[r + 1]]
+        gone = request.req.finished() or request.req.is_retracted
+        if gone or (path == np.arange(len(path))).all():
+            continue
+        rest = np.setdiff1d(np.arange(sizes[r]), path)
+        sources.append(np.concatenate([path, rest]))
+        places.append(np.arange(sizes[r]))
+        pool_indices.append(np.full(sizes[r], host().cache_of(request.req).req_pool_idx))
+        bases.append(np.full(sizes[r], request.length - 1))
+    if not pool_indices:
+        return
+    base, table = np.concatenate(bases), runner.req_to_token_pool
+    source, place = base + np.concatenate(sources), base + np.concatenate(places)
+    told = np.stack([np.concatenate(pool_indices), source, place])
+    device = torch.get_device_module(runner.device)
+    is_cpu = torch.device(runner.device).type == "cpu"
+    with nullcontext() if is_cpu else device.stream(main):
+        pool_index, at, to = to_device(told, runner.device)
+        table.write((pool_index, to), table.req_to_token[pool_index, at])
+    if not is_cpu:
+        device.current_stream().wait_stream(main)
 
 
 def would_keep(req: Any, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:

@@ -13,6 +13,7 @@ from typing import Any
 from outrider.hosts.sglang import cpu, memory
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import load_profile, request_options
+from outrider.hosts.sglang.reported import correct_meta_info
 
 NAME = "OUTRIDER"
 ATTENTION_BACKEND = "outrider"
@@ -70,14 +71,7 @@ def spec_decoding_metrics(
         for name in [name for name in meta_info if name.startswith("spec_")]:
             del meta_info[name]
         return
-    accepted = getattr(recv_obj, host().accepted)[i]
-    for name in ("spec_proposed_drafts", "spec_num_proposed_drafts"):
-        if name in meta_info:
-            proposed = getattr(accepted, "proposed", 0)
-            meta_info[name] = proposed
-            meta_info["spec_accept_rate"] = int(accepted) / proposed if proposed else 0.0
-    if steps := getattr(accepted, "steps", None):
-        meta_info["outrider_steps"] = steps
+    correct_meta_info(meta_info, getattr(recv_obj, host().accepted)[i])
 
 
 def stream_output(

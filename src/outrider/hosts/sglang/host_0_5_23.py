@@ -232,7 +232,7 @@ def _worker_class() -> type:
             super().init_cuda_graphs()
             ranks = get_parallel()
             self._begin(self._draft_worker, ranks.tp_rank, getattr(ranks, "dp_rank", None))
-            # each line's number of cached tokens: on the device, and as the host knows it
+            # the number of cached tokens by req_pool_index: on the device, and as the host knows it
             self._lens = torch.zeros_like(self._last_tokens)
             self._lens_cpu = torch.zeros(len(self._lens), dtype=torch.int64)
             # what each request's grammar has yet to accept
@@ -243,15 +243,15 @@ def _worker_class() -> type:
         ) -> Any:
             """Launch one step."""
             self._advance_grammars()
-            line, line_cpu = plain.req_pool_indices, plain.req_pool_indices_cpu
+            index, index_cpu = plain.req_pool_indices, plain.req_pool_indices_cpu
             if plain.forward_mode.is_decode():
-                plain.seq_lens, plain.seq_lens_cpu = self._lens[line], self._lens_cpu[line_cpu]
+                plain.seq_lens, plain.seq_lens_cpu = self._lens[index], self._lens_cpu[index_cpu]
             batch = copy.copy(plain)
             batch.sampling_info = getattr(plain.sampling_info, "outrider_source", None)
             result = self._step(batch, plain)
             draft = result.next_draft_input
             if draft.is_current and len(plain.reqs):
-                self._lens[line], self._lens_cpu[line_cpu] = draft.new_seq_lens, draft.lens_cpu
+                self._lens[index], self._lens_cpu[index_cpu] = draft.new_seq_lens, draft.lens_cpu
             return result
 
         def settle_tokens(self, processor: Any, result: Any, batch: Any) -> list[list[int]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from outrider.hosts.sglang.roster import LiveRequest
+from outrider.hosts.sglang.requests import LiveRequest
 
 
 def copied(orchestrator: Any, index: Tensor) -> Any:

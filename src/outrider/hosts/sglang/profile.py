@@ -26,7 +26,7 @@ ROCM_SAMPLING = "rocm-sampling"
 """The one repair there is: sampled requests are sampled on ROCm too."""
 
 REQUEST_KEY = "outrider"
-"""Where a request's own wishes are, within its `custom_params`."""
+"""Where a request's own options are, within its `custom_params`."""
 
 MODEL = "model"
 """The drafter that runs SGLang's draft model."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from outrider.core import Ints
+from outrider.hosts.sglang.host import host
 
 
 def share_rows(wanted: Ints, max_rows: int) -> tuple[Ints, int]:
@@ -20,3 +23,14 @@ def share_rows(wanted: Ints, max_rows: int) -> tuple[Ints, int]:
         return wanted, 0
     room = max(0, max_rows // count - 1)
     return np.minimum(wanted, room), int((wanted > room).sum())
+
+
+def backend_rows(runner: Any) -> int:
+    """Return how many rows the attention backend has room for.
+
+    SGLang's GPU backends make room for as many decode requests as may run at once.
+    """
+    backend = host().arguments(runner.server_args).attention_backend
+    if backend in ("outrider", "torch_native"):
+        return 1 << 30
+    return int(runner.req_to_token_pool.size)

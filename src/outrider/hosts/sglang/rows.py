@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +20,8 @@ from torch import Tensor
 
 from outrider.core import Ints, Law, Proposal
 from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.requests import ActiveRequests
 from outrider.hosts.sglang.sampling import row_sampling, take
-
-if TYPE_CHECKING:
-    from outrider.hosts.sglang.roster import LiveRequest
 
 
 def write_slots(batch: Any, owner: Tensor, position: Tensor) -> Tensor:
@@ -70,18 +68,23 @@ class TreeRows:
 
 
 def decode_rows(
-    plain: Any, tokens: Sequence[int], lines: Tensor, positions: Sequence[int], slots: Tensor
+    plain: Any,
+    tokens: Sequence[int],
+    req_pool_indices: Tensor,
+    positions: Sequence[int],
+    slots: Tensor,
 ) -> Any:
-    """Return the host's decode batch over these rows, on their requests' lines of its table.
+    """Return the host's decode batch over these rows.
 
+    req_pool_indices: [N] of the rows' requests
     slots: [N] where their keys and values go
     """
     seq_lens_cpu = torch.tensor(positions) + 1
-    seq_lens = seq_lens_cpu.to(lines.device, non_blocking=True)
+    seq_lens = seq_lens_cpu.to(req_pool_indices.device, non_blocking=True)
     return dataclasses.replace(
         plain,
-        input_ids=torch.tensor(tokens, device=lines.device),
-        req_pool_indices=lines,
+        input_ids=torch.tensor(tokens, device=req_pool_indices.device),
+        req_pool_indices=req_pool_indices,
         seq_lens=seq_lens,
         seq_lens_cpu=seq_lens_cpu,
         seq_lens_sum=int(seq_lens_cpu.sum()),
@@ -106,23 +109,23 @@ class StepRows:
     def of(
         batch: Any,
         plain: Any,
-        company: Company,
+        active: ActiveRequests,
         proposal: Proposal[Law],
     ) -> StepRows:
         """Lay the rows of a proposal out: all that the device is told goes in one copy.
 
         batch, plain: the host's decode batch, and the same as its workers take it
-        company: the requests of the proposal
+        active: the requests of the proposal
         """
-        owners, starts, lens = proposal.row_owners, proposal.root_rows, company.lens
+        owners, starts, lens = proposal.row_owners, proposal.root_rows, active.lens
         places = np.arange(len(owners)) - starts[owners]
         told = np.empty((5, len(owners)), np.int64)
-        told[0, starts] = [request.last_token for request in company.requests]
+        told[0, starts] = [request.last_token for request in active.requests]
         told[0, proposal.draft_rows] = proposal.tokens.numpy()
-        told[1] = members = company.members[owners]
+        told[1] = members = active.members[owners]
         told[2] = lens[owners] + proposal.row_depths + 1
         told[3] = lens[owners] + places
-        names, told[4], sizes = _by_kind(company.kinds, owners)
+        names, told[4], sizes = _by_kind(active.kinds, owners)
         tokens, owner, seq_lens, position, order = to_device(told, batch.device)
         slots = read_slots(batch, owner, position)
         groups: list[tuple[str, Tensor | None]] = [(names[0], None)]
@@ -141,27 +144,11 @@ class StepRows:
             out_cache_loc=slots,
             top_logprobs_nums=rows(plain.top_logprobs_nums),
             token_ids_logprobs=rows(plain.token_ids_logprobs),
-            sampling_info=row_sampling(batch, company, proposal, owner),
+            sampling_info=row_sampling(batch, active, proposal, owner),
             reqs=rows(plain.reqs),
             spec_info=TreeRows.of(proposal),
         )
         return StepRows(forward, groups)
-
-
-@dataclass(frozen=True, eq=False)
-class Company:
-    """Those of a batch's requests that have rows in a step.
-
-    requests: the drafters' view of them, with all that they have emitted
-    members: [R] their places in the batch
-    lens: [R] how many of their tokens are cached
-    kinds: [R] how they are sampled
-    """
-
-    requests: Sequence[LiveRequest]
-    members: Ints
-    lens: Ints
-    kinds: Sequence[str]
 
 
 def kind_groups(kinds: Sequence[str], device: Any) -> Sequence[tuple[str, Tensor | None]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -20,9 +20,7 @@ from outrider.core import Law, Proposal
 from outrider.hosts.sglang.grammars import RowGrammar
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.penalties import advance, copied
-
-if TYPE_CHECKING:
-    from outrider.hosts.sglang.rows import Company
+from outrider.hosts.sglang.requests import ActiveRequests
 
 
 def sample(
@@ -155,13 +153,13 @@ class _NoPenalties:
         """Do nothing."""
 
 
-def row_sampling(batch: Any, company: Company, proposal: Proposal[Law], owner: Tensor) -> Any:
+def row_sampling(batch: Any, active: ActiveRequests, proposal: Proposal[Law], owner: Tensor) -> Any:
     """Return the host's sampling parameters with an entry for each row of the proposal."""
     info = batch.sampling_info
     if _is_greedy_only(info) and not batch.has_grammar:
         rows = copy.copy(info)
     else:
-        rows = _expand(info, company.members[proposal.row_owners].tolist(), owner)
+        rows = _expand(info, active.members[proposal.row_owners].tolist(), owner)
     # under overlap the host adds penalties up before the step: one step late
     rows.grammars = rows.acc_additive_penalties = rows.acc_scaling_penalties = None
     needs_paths = info.penalizer_orchestrator.is_required or batch.has_grammar or rows.custom_params
@@ -174,7 +172,7 @@ def row_sampling(batch: Any, company: Company, proposal: Proposal[Law], owner: T
             tokens = [path[depth] if depth < len(path) else -1 for path in paths]
             advance(penalties, tokens, owner.device)
         rows.penalizer_orchestrator = penalties
-    owners = [company.requests[r] for r in proposal.row_owners.tolist()]
+    owners = [active.requests[r] for r in proposal.row_owners.tolist()]
     if batch.has_grammar:
         rows.grammars = [
             request.req.grammar and RowGrammar(request.req.grammar, path)

@@ -201,3 +201,19 @@ def repairs(server_args: Any) -> bool:
         logger.warning("%s: nothing to repair without %s", REPAIR_VARIABLE, ", ".join(REPAIRED))
         return False
     return True
+
+
+def check_model(target_worker: Any) -> None:
+    """Stop the server for models whose cache is more than keys and values by position."""
+    runner, config = target_worker.model_runner, target_worker.model_config
+    kinds = {
+        "sliding-window layers with a cache of their own": runner.is_hybrid_swa,
+        "state-space layers": getattr(runner, "mambaish_config", None) is not None,
+        "an encoder": config.is_encoder_decoder,
+        "multimodal input": config.is_multimodal,
+        "n-gram embeddings": getattr(runner, "use_ngram_embedding", False),
+        "a page size above 1": runner.page_size != 1,
+    }
+    for what, is_so in kinds.items():
+        if is_so:
+            raise SystemExit(f"outrider: a model with {what} is not supported")

@@ -21,7 +21,8 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from torch import Tensor
 
 from outrider.core import Ints, Law, Proposal
-from outrider.hosts.sglang.rows import Company, decode_rows, read_slots, to_device
+from outrider.hosts.sglang.requests import ActiveRequests
+from outrider.hosts.sglang.rows import decode_rows, read_slots, to_device
 
 TOLERANCE = 0.05
 """How far the logits of the two passes may be apart, as a share of their spread."""
@@ -38,50 +39,50 @@ class VerifyPass:
         self._target, self.width, self.is_checked = target_worker, width, False
         self._most = int(target_worker.model_config.context_len)
 
-    def can_run(self, company: Company, proposal: Proposal[Law]) -> bool:
+    def can_run(self, active: ActiveRequests, proposal: Proposal[Law]) -> bool:
         """Say whether these drafts can be verified so: chains, with room for padding behind."""
-        fits = int(company.lens.max()) + self.width <= self._most
+        fits = int(active.lens.max()) + self.width <= self._most
         return fits and proposal.is_chain and int(proposal.num_drafts.max()) < self.width
 
-    def run(self, batch: Any, plain: Any, company: Company, proposal: Proposal[Law]) -> Any:
+    def run(self, batch: Any, plain: Any, active: ActiveRequests, proposal: Proposal[Law]) -> Any:
         """Return the host's result with the logits of the proposal's rows, as a pass of rows has.
 
         batch, plain: the host's decode batch, and the same as its workers take it
         """
         owners, starts = proposal.row_owners, proposal.root_rows
         index = owners * self.width + np.arange(len(owners)) - starts[owners]
-        tokens = np.repeat([request.last_token for request in company.requests], self.width)
+        tokens = np.repeat([request.last_token for request in active.requests], self.width)
         tokens[index[proposal.draft_rows]] = proposal.tokens.numpy()
-        result = self._launch(batch, plain, company, tokens)
+        result = self._launch(batch, plain, active, tokens)
         output = result.logits_output
         output.next_token_logits = output.next_token_logits[to_device(index, batch.device)]
         output.hidden_states = None
         return result
 
-    def agrees(self, batch: Any, plain: Any, company: Company) -> bool:
+    def agrees(self, batch: Any, plain: Any, active: ActiveRequests) -> bool:
         """Say whether it computes what decode rows compute, up to rounding, and remember that.
 
         The first request's last token is followed by any others. All of them go to slots that are
         reserved for its next steps.
         """
-        one = Company(company.requests[:1], company.members[:1], company.lens[:1], ())
+        one = ActiveRequests(active.requests[:1], active.members[:1], active.lens[:1], ())
         request, member = one.requests[0], int(one.members[0])
         prompt = request.req.origin_input_ids
         others = [int(prompt[i % len(prompt)]) for i in range(self.width - 1)]
         tokens = np.array([request.last_token, *others])
         positions = int(one.lens[0]) + np.arange(self.width)
         owner, position = to_device(np.stack([0 * positions + member, positions]), batch.device)
-        lines, slots = batch.req_pool_indices[owner], read_slots(batch, owner, position)
-        rows = decode_rows(plain, tokens.tolist(), lines, positions.tolist(), slots)
+        pool_indices, slots = batch.req_pool_indices[owner], read_slots(batch, owner, position)
+        rows = decode_rows(plain, tokens.tolist(), pool_indices, positions.tolist(), slots)
         rows.reqs, rows.sampling_info = [plain.reqs[member]] * self.width, None
         usual = self._target.forward_batch_generation(rows, is_verify=True).logits_output
         padded = self._launch(batch, plain, one, tokens).logits_output
         self.is_checked = _agree(usual.next_token_logits, padded.next_token_logits)
         return self.is_checked
 
-    def _launch(self, batch: Any, plain: Any, company: Company, tokens: Ints) -> Any:
+    def _launch(self, batch: Any, plain: Any, active: ActiveRequests, tokens: Ints) -> Any:
         """Launch a pass of `width` tokens for each request. tokens: [R * width]"""
-        lens, members = company.lens, company.members
+        lens, members = active.lens, active.members
         told = np.empty((4, len(tokens)), np.int64)
         told[0], told[1] = tokens, np.repeat(members, self.width)
         told[2] = np.repeat(lens, self.width)

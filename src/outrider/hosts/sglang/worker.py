@@ -22,7 +22,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,6 +53,7 @@ from outrider.hosts.sglang.flights import (
     Reading,
     attach_hidden,
     order_logprobs,
+    order_slots,
     would_keep,
 )
 from outrider.hosts.sglang.host import host
@@ -62,11 +62,13 @@ from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.penalties import Penalties
 from outrider.hosts.sglang.profile import USES_MODEL, load_profile
 from outrider.hosts.sglang.ranks import Ranks
-from outrider.hosts.sglang.roster import Columns, LiveRequest, Roster
-from outrider.hosts.sglang.row_limits import share_rows
-from outrider.hosts.sglang.rows import Company, StepRows, kind_groups, to_device
+from outrider.hosts.sglang.reported import accepted_drafts, count_step
+from outrider.hosts.sglang.request_table import Columns, RequestTable
+from outrider.hosts.sglang.requests import ActiveRequests, LiveRequest
+from outrider.hosts.sglang.row_limits import backend_rows, share_rows
+from outrider.hosts.sglang.rows import StepRows, kind_groups
 from outrider.hosts.sglang.sampling import sample, sampling_kind
-from outrider.hosts.sglang.settings import OWN, verify_pass
+from outrider.hosts.sglang.settings import OWN, check_model, verify_pass
 from outrider.hosts.sglang.tracing import StepClock, Tracer
 from outrider.hosts.sglang.verify_pass import VerifyPass
 from outrider.kernels.sample_match import DeviceCoins
@@ -78,25 +80,6 @@ LOOK = 16
 batch, and the host has to be done before the device is."""
 
 
-class _Accepted(int):
-    """SGLang's count of a request's accepted drafts, which also knows how many were proposed.
-
-    SGLang reckons the latter as K for every step, in another process; see the plugin's hook.
-
-    steps: what each step did, of a request that asked and has ended: no sooner, for SGLang sends
-        this with every chunk of a stream
-    """
-
-    proposed: int = 0
-    steps: Sequence[dict[str, Any]] = ()
-
-    def plus(self, accepted: int, proposed: int) -> _Accepted:
-        """Return the count after one more step."""
-        total = _Accepted(self + accepted)
-        total.proposed = self.proposed + proposed
-        return total
-
-
 class OutriderWorker:
     """What SGLang's scheduler calls instead of the target's worker.
 
@@ -105,7 +88,7 @@ class OutriderWorker:
 
     def _load(self, target_worker: Any, server_args: Any) -> None:
         """Begin with the target's weights loaded, and nothing else."""
-        _check_model(target_worker)
+        check_model(target_worker)
         self.server_args = server_args
         self._target_worker = target_worker
         self.model_config = target_worker.model_config
@@ -128,7 +111,7 @@ class OutriderWorker:
         """
         args, runner = host().arguments(self.server_args), self.model_runner
         self._logits = self.model_config.vocab_size, self.model_config.dtype.itemsize
-        self._max_rows = min(_max_rows(runner), max_rows(*self._logits))
+        self._max_rows = min(backend_rows(runner), max_rows(*self._logits))
         self._trees = isinstance(runner.attn_backend, OutriderAttention)
         profile, model = load_profile(), None
         if draft_worker is not None:
@@ -136,13 +119,13 @@ class OutriderWorker:
         names, default = profile.names(bool(model)), profile.default_drafter(bool(model))
         vocab_size, graphs = self.model_config.vocab_size, host().graph_sizes(runner)
         self._drafters = Drafters.make(profile, names, vocab_size, model, self._ranks, graphs)
-        self._roster = Roster(self._drafters, names, default, args, profile.max_drafts)
+        self._requests = RequestTable(self._drafters, names, default, args, profile.max_drafts)
         self._begin_verify(args, profile.verify_pass)
         self._penalties = Penalties()
         self._coins = DeviceCoins()
-        lines = len(runner.req_to_token_pool.req_to_token)
-        # each line's last token, written and read by the forward stream only
-        self._last_tokens = torch.zeros(lines, dtype=torch.int64, device=runner.device)
+        num_rows = len(runner.req_to_token_pool.req_to_token)
+        # the last token by req_pool_index, written and read by the forward stream only
+        self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=runner.device)
         self._device = torch.get_device_module(runner.device)
         self._main: Any = None  # the scheduler's own stream
         self._flights: deque[Flight | Reading] = deque()
@@ -218,7 +201,7 @@ class OutriderWorker:
         host().count_accepted(result, accepted)
         self._tell(flight, batch)
         if not self._flights:
-            self._roster.dismiss(self._roster.ended())
+            self._requests.drop(self._requests.ended())
         self._look_late()
         return told
 
@@ -226,7 +209,7 @@ class OutriderWorker:
 
     def _read_prompts(self, batch: Any, plain: Any) -> GenerationBatchResult:
         self._step_ended = None
-        self._roster.dismiss([req.rid for req in plain.reqs])  # who was retracted begins anew
+        self._requests.drop([req.rid for req in plain.reqs])  # who was retracted begins anew
         while self._flights and isinstance(first := self._flights[0], Reading):
             if not all(req.finished() for req in first.reqs):
                 break
@@ -264,8 +247,8 @@ class OutriderWorker:
         model = self._drafters.model
         if model is None:
             return
-        wishes = [self._roster.wishes(req) for req in plain.reqs]
-        wanted = any(wish.drafter in USES_MODEL and wish.max_drafts for wish in wishes)
+        options = [self._requests.options(req) for req in plain.reqs]
+        wanted = any(asked.drafter in USES_MODEL and asked.max_drafts for asked in options)
         if not wanted or int(plain.seq_lens_cpu.max()) > model.max_length:
             model.skip(plain)
             return
@@ -282,40 +265,40 @@ class OutriderWorker:
             self._settle_next()
             self._read_at = self._landed
         clock = StepClock(self._step_ended)
-        company, requests = self._gather(batch, draft)
-        plain.seq_lens_cpu, plain.seq_lens_sum = batch.seq_lens_cpu, int(company.lens.sum())
+        active, requests = self._gather(batch, draft)
+        plain.seq_lens_cpu, plain.seq_lens_sum = batch.seq_lens_cpu, int(active.lens.sum())
         self._penalties.catch_up(batch, requests)
         if self._drafters.wants_calibration:
             calibrate(batch, plain, self.target_worker, self._drafters, self._max_rows)
             clock.last = time.perf_counter()
             self._read_at = 0.0
         clock.lap("host")
-        columns = self._roster.columns
-        proposal: Proposal[Law] = Proposal.empty(len(company.requests))
-        if columns.may_draft and company.requests[0].finish_reason is None:
-            budget = self._budget(batch, company.requests, company.members)
-            proposal = self._drafters.propose(plain, company.requests, budget)
+        columns = self._requests.columns
+        proposal: Proposal[Law] = Proposal.empty(len(active.requests))
+        if columns.may_draft and active.requests[0].finish_reason is None:
+            budget = self._budget(batch, active.requests, active.members)
+            proposal = self._drafters.propose(plain, active.requests, budget)
         self._charge_draft(clock)
-        is_whole = len(company.requests) == len(requests)
+        is_whole = len(active.requests) == len(requests)
         is_plain = is_whole and proposal.num_rows == len(requests)
         if is_plain and draft.is_current and not columns.needs_text:
             return self._launch_plain(batch, plain, clock)
-        rows = StepRows.of(batch, plain, company, proposal)
-        flight = Flight(company.requests, company.members, columns, proposal, clock)
+        rows = StepRows.of(batch, plain, active, proposal)
+        flight = Flight(active.requests, active.members, columns, proposal, clock)
         lens = rows.forward if is_plain else plain
         draft = NextDraft(lens.seq_lens, lens.seq_lens_cpu, is_plain, self._record(), flight)
-        if self._verify is not None and self._pads(batch, plain, company, proposal):
-            launch = partial(self._verify.run, batch, plain, company, proposal)
+        if self._verify is not None and self._pads(batch, plain, active, proposal):
+            launch = partial(self._verify.run, batch, plain, active, proposal)
             return self._run(flight, rows, draft, launch)
         return self._run(flight, rows, draft)
 
-    def _gather(self, batch: Any, draft: NextDraft) -> tuple[Company, Sequence[LiveRequest]]:
+    def _gather(self, batch: Any, draft: NextDraft) -> tuple[ActiveRequests, Sequence[LiveRequest]]:
         """Return who has rows in the next step, and all requests of the batch.
 
         Nothing is in flight. Who has ended has no row: the scheduler does not know it yet. (If
         everyone has, all have one, and nobody sees what becomes of it.)
         """
-        requests = self._roster.call(batch.reqs, self._first)
+        requests = self._requests.update(batch.reqs, self._first)
         for request in requests if self._first else ():
             length, token, _ = self._first.pop(request.req.rid, (-1, -1, None))
             if request.length == length:
@@ -324,28 +307,30 @@ class OutriderWorker:
         known = batch.seq_lens_cpu.numpy()
         assert not draft.is_current or (known == lens).all(), "host and device differ in lengths"
         batch.seq_lens_cpu = torch.from_numpy(lens).to(batch.seq_lens_cpu.dtype)
-        members, kinds = np.arange(len(requests)), self._roster.columns.kinds
+        members, kinds = np.arange(len(requests)), self._requests.columns.kinds
         alive = [r for r, request in enumerate(requests) if request.finish_reason is None]
         if not alive or len(alive) == len(requests):
-            return Company(requests, members, lens, kinds), requests
+            return ActiveRequests(requests, members, lens, kinds), requests
         some = [requests[r] for r in alive]
-        return Company(some, members[alive], lens[alive], [kinds[r] for r in alive]), requests
+        return ActiveRequests(
+            some, members[alive], lens[alive], [kinds[r] for r in alive]
+        ), requests
 
     def _needs_nothing(self, batch: Any, draft: NextDraft) -> bool:
         """Say whether a step can be launched without knowing what the last one emitted."""
         if not draft.is_current or self._drafters.wants_calibration:
             return False
-        if self._roster.newcomers(batch.reqs):
+        if self._requests.has_new(batch.reqs):
             return False
-        self._roster.call(batch.reqs)
-        columns = self._roster.columns
+        self._requests.update(batch.reqs)
+        columns = self._requests.columns
         if columns.needs_text or columns.explain:
             return False
         return not columns.may_draft or (columns.adaptive and self._is_asleep())
 
     def _launch_plain(self, batch: Any, plain: Any, clock: StepClock) -> GenerationBatchResult:
         """Launch one token for each request: the device has all that it takes."""
-        requests, lens = self._roster.call(plain.reqs), plain.seq_lens
+        requests, lens = self._requests.update(plain.reqs), plain.seq_lens
         new, new_cpu = lens + 1, plain.seq_lens_cpu + 1
         table = batch.req_to_token_pool.req_to_token
         forward = dataclasses.replace(
@@ -358,32 +343,34 @@ class OutriderWorker:
             out_cache_loc=table[plain.req_pool_indices, lens].to(torch.int64),
             spec_info=None,
         )
-        done, columns = self._record(), self._roster.columns
+        done, columns = self._record(), self._requests.columns
         rows = StepRows(forward, kind_groups(columns.kinds, batch.device))
         nothing: Proposal[Law] = Proposal.empty(len(requests))
         flight = Flight(requests, np.arange(len(requests)), columns, nothing, clock)
         return self._run(flight, rows, NextDraft(new, new_cpu, True, done, flight))
 
-    def _pads(self, batch: Any, plain: Any, company: Company, proposal: Proposal[Law]) -> bool:
+    def _pads(
+        self, batch: Any, plain: Any, active: ActiveRequests, proposal: Proposal[Law]
+    ) -> bool:
         """Say whether SGLang's own verify pass is launched, not rows; the same on all ranks."""
-        verify, control, columns = self._verify, self._drafters.control, self._roster.columns
+        verify, control, columns = self._verify, self._drafters.control, self._requests.columns
         assert verify is not None
-        found = proposal.num_rows > len(company.requests) and not columns.wants_output
-        found = found and verify.can_run(company, proposal)
+        found = proposal.num_rows > len(active.requests) and not columns.wants_output
+        found = found and verify.can_run(active, proposal)
         if found and not self._pass_is_chosen:
             wanted = control is not None and columns.adaptive and control.padded
             found = self._ranks.any(wanted)
-            if found and not verify.is_checked and not self._agrees(verify, batch, plain, company):
+            if found and not verify.is_checked and not self._agrees(verify, batch, plain, active):
                 found = False
         if control is not None:
             control.padded = found
         return found
 
-    def _agrees(self, verify: VerifyPass, batch: Any, plain: Any, company: Company) -> bool:
+    def _agrees(self, verify: VerifyPass, batch: Any, plain: Any, active: ActiveRequests) -> bool:
         """Check SGLang's own verify pass before it is first used. If it fails, it never will be."""
         fault = "its logits are not those of decode rows"
         try:
-            agrees = verify.agrees(batch, plain, company)
+            agrees = verify.agrees(batch, plain, active)
         except Exception as error:
             agrees, fault = False, repr(error)
         if not self._ranks.any(not agrees):
@@ -471,7 +458,8 @@ class OutriderWorker:
         keep = partial(self._kept, flight)
         flight.outcomes = outcomes = settle(requests, proposal, match(emitted, proposal), keep)
         clock.lap("verify")
-        self._order_slots(flight)
+        if not proposal.is_chain:
+            order_slots(flight, self.model_runner, self._main)
         if self._metrics is not None or self._tracer is not None or flight.columns.explain:
             flight.drafters = self._drafters.who(requests, proposal)
         if flight.columns.may_draft:
@@ -498,41 +486,6 @@ class OutriderWorker:
             kept[r], reasons[r] = would_keep(requests[r].req, mine)
         return kept, reasons
 
-    def _order_slots(self, flight: Flight) -> None:
-        """Put a tree's path into the order of its tokens: in the table, nothing is copied.
-
-        What is not on the path goes behind it. Who has left the batch has no line any more.
-        """
-        if flight.proposal.is_chain:
-            return
-        outcomes, sizes = flight.outcomes, flight.proposal.num_drafts + 1
-        assert outcomes is not None
-        lines, bases, sources, places = [], [], [], []
-        for r, request in enumerate(flight.requests):
-            path = outcomes.rows[outcomes.starts[r] : outcomes.starts[r + 1]]
-            gone = request.req.finished() or request.req.is_retracted
-            if gone or (path == np.arange(len(path))).all():
-                continue
-            rest = np.setdiff1d(np.arange(sizes[r]), path)
-            sources.append(np.concatenate([path, rest]))
-            places.append(np.arange(sizes[r]))
-            lines.append(np.full(sizes[r], host().cache_of(request.req).req_pool_idx))
-            bases.append(np.full(sizes[r], request.length - 1))
-        if not lines:
-            return
-        base = np.concatenate(bases)
-        told = np.stack(
-            [np.concatenate(lines), base + np.concatenate(sources), base + np.concatenate(places)]
-        )
-        is_cpu = torch.device(self.model_runner.device).type == "cpu"
-        # the scheduler's own stream reads the table next, when a request ends
-        with nullcontext() if is_cpu else self._device.stream(self._main):
-            line, source, place = to_device(told, self.model_runner.device)
-            table = self.model_runner.req_to_token_pool
-            table.write((line, place), table.req_to_token[line, source])
-        if not is_cpu:
-            self._device.current_stream().wait_stream(self._main)
-
     def _tell(self, flight: Flight, batch: Any) -> None:
         """Tell the host's requests what was accepted; give them logprobs and hidden states."""
         outcomes, output = flight.outcomes, flight.result.logits_output
@@ -544,7 +497,7 @@ class OutriderWorker:
                 emitted = int(outcomes.num_tokens[r])
                 here.cache_of(req).kv_committed_len += emitted - here.claims_ahead
                 drafts, accepted = outcomes.num_drafts[r], outcomes.num_accepted_drafts[r]
-                _count_step(req, int(drafts), int(accepted))
+                count_step(req, int(drafts), int(accepted))
         if flight.columns.explain:
             self._explain(outcomes, flight.proposal, flight.drafters)
         if flight.columns.wants_output:
@@ -595,7 +548,7 @@ class OutriderWorker:
         members: their places in the batch
         """
         penalties = num_penalties(batch.sampling_info.penalizer_orchestrator)
-        budget, cut = self._share(self._roster.columns, requests, members, penalties)
+        budget, cut = self._share(self._requests.columns, requests, members, penalties)
         if cut:
             self._drafters.fallbacks["rows"] += cut
         return budget
@@ -662,47 +615,4 @@ class OutriderWorker:
                 req.outrider_steps = getattr(req, "outrider_steps", [])
                 req.outrider_steps.append(step_record(outcome, draft, name))
                 if outcome.finish_reason is not None or req.finished():
-                    _accepted(req).steps = req.outrider_steps
-
-
-def _accepted(req: Any) -> _Accepted:
-    """Return the host's count of a request's accepted drafts, as one of ours."""
-    counted = getattr(req, host().accepted)
-    if not isinstance(counted, _Accepted):
-        counted = _Accepted(counted)
-        setattr(req, host().accepted, counted)
-    return counted
-
-
-def _count_step(req: Any, drafts: int, accepted: int) -> None:
-    """Tell a request of the host's that it had a step, with so many drafts."""
-    host().count_step(req, accepted)
-    if drafts:
-        setattr(req, host().accepted, _accepted(req).plus(accepted, drafts))
-
-
-def _max_rows(runner: Any) -> int:
-    """Return how many rows the attention backend has room for.
-
-    SGLang's GPU backends make room for as many decode requests as may run at once.
-    """
-    backend = host().arguments(runner.server_args).attention_backend
-    if backend in ("outrider", "torch_native"):
-        return 1 << 30
-    return int(runner.req_to_token_pool.size)
-
-
-def _check_model(target_worker: Any) -> None:
-    """Stop the server for models whose cache is more than keys and values by position."""
-    runner, config = target_worker.model_runner, target_worker.model_config
-    kinds = {
-        "sliding-window layers with a cache of their own": runner.is_hybrid_swa,
-        "state-space layers": getattr(runner, "mambaish_config", None) is not None,
-        "an encoder": config.is_encoder_decoder,
-        "multimodal input": config.is_multimodal,
-        "n-gram embeddings": getattr(runner, "use_ngram_embedding", False),
-        "a page size above 1": runner.page_size != 1,
-    }
-    for what, is_so in kinds.items():
-        if is_so:
-            raise SystemExit(f"outrider: a model with {what} is not supported")
+                    accepted_drafts(req).steps = req.outrider_steps

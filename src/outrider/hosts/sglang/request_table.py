@@ -1,4 +1,4 @@
-"""SGLang's requests as drafters see them."""
+"""The table of SGLang's requests that are being decoded."""
 
 from __future__ import annotations
 
@@ -9,31 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outrider.core import Bools, Ints, Request, SamplingParams
+from outrider.core import Bools, Ints, SamplingParams
 from outrider.hosts.sglang.drafting import Drafters
 from outrider.hosts.sglang.grammars import can_roll_back
 from outrider.hosts.sglang.penalties import has_penalties
 from outrider.hosts.sglang.profile import ADAPTIVE, request_options
+from outrider.hosts.sglang.requests import LiveRequest
 from outrider.hosts.sglang.sampling import sampling_kind
-
-
-@dataclass
-class LiveRequest(Request):
-    """A request of SGLang's as drafters see it.
-
-    req: the host's own
-    drafter: who drafts for it
-    max_drafts: the most drafts in a step
-    explain: whether it asks what each step did
-    tenant: whose texts it may share: those with its `cache_salt` or `extra_key`, as in SGLang's own
-        prefix cache
-    """
-
-    req: Any = None
-    drafter: str = "none"
-    max_drafts: int = 0
-    explain: bool = False
-    tenant: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +84,16 @@ def _stop_ids(req: Any) -> set[int]:
     return {token for token in found if token is not None}
 
 
-class Wishes(NamedTuple):
-    """What a request asks for, with the server's defaults: see `RequestOptions`."""
+class Options(NamedTuple):
+    """The options of a request, completed by the server's defaults: see `RequestOptions`."""
 
     drafter: str
     max_drafts: int
     explain: bool
 
 
-class Roster:
-    """Knows who is being decoded, and tells the drafters who comes and goes.
+class RequestTable:
+    """The requests that are being decoded. It tells the drafters of new and ended ones.
 
     names: the drafters that a request may choose
     default: the one that drafts if it does not
@@ -141,16 +123,16 @@ class Roster:
     def __len__(self) -> int:
         return len(self._live)
 
-    def newcomers(self, reqs: Sequence[Any]) -> bool:
+    def has_new(self, reqs: Sequence[Any]) -> bool:
         """Say whether one of these requests may have drafts and is not known yet."""
         if reqs == self._present:
             return False
-        return any(req.rid not in self._live and self.wishes(req).max_drafts for req in reqs)
+        return any(req.rid not in self._live and self.options(req).max_drafts for req in reqs)
 
-    def call(
+    def update(
         self, reqs: Sequence[Any], first: Mapping[str, tuple[int, int, Any]] | None = None
     ) -> list[LiveRequest]:
-        """Return these requests. Add new ones, and drop those that have left the batch.
+        """Return these requests. Add new ones and drop those that have left the batch.
 
         The list is the same one as long as the requests are.
 
@@ -160,38 +142,38 @@ class Roster:
         if reqs == self._present:  # as nearly always
             return self._requests
         present = {req.rid for req in reqs}
-        self.dismiss([rid for rid in self._live if rid not in present])
+        self.drop([rid for rid in self._live if rid not in present])
         first = first or {}
-        new = [self._welcome(req, first.get(req.rid)) for req in reqs if req.rid not in self._live]
+        new = [self._add(req, first.get(req.rid)) for req in reqs if req.rid not in self._live]
         if new:
             self._drafters.router.start(new)
         self._present, self._requests = list(reqs), [self._live[req.rid] for req in reqs]
         self.columns = Columns.of(self._requests)
         return self._requests
 
-    def dismiss(self, rids: Sequence[str]) -> None:
-        """Let the drafters forget those of these requests that they know."""
+    def drop(self, rids: Sequence[str]) -> None:
+        """Drop those of these requests that are in the table, from the drafters too."""
         gone = [self._live.pop(rid) for rid in rids if rid in self._live]
         if gone:
             self._present = []
             self._drafters.router.stop(gone)
 
-    def wishes(self, req: Any) -> Wishes:
-        """Return what a request asks for."""
+    def options(self, req: Any) -> Options:
+        """Return the options of a request."""
         try:
             options = request_options(req.sampling_params.custom_params, self._names)
         except ValueError:  # the tokenizer's process has refused it; whoever passed it by: K = 0
-            return Wishes(self._default, 0, explain=False)
+            return Options(self._default, 0, explain=False)
         drafter, asked = options.drafter or self._default, options.max_drafts
         most = self._usual if asked is None else min(self._most, asked)
-        return Wishes(drafter, 0 if drafter == "none" else most, options.explain)
+        return Options(drafter, 0 if drafter == "none" else most, options.explain)
 
     def ended(self) -> list[str]:
-        """Return those that have ended."""
+        """Return the ids of those that have ended."""
         return [rid for rid, live in self._live.items() if live.finish_reason is not None]
 
-    def _welcome(self, req: Any, first: tuple[int, int, Any] | None) -> LiveRequest:
-        drafter, most, explain = self.wishes(req)
+    def _add(self, req: Any, first: tuple[int, int, Any] | None) -> LiveRequest:
+        drafter, most, explain = self.options(req)
         output = list(req.output_ids)
         if first is not None and first[0] == len(req.origin_input_ids) + len(output):
             output.append(first[1])
@@ -202,7 +184,7 @@ class Roster:
         live = self._live[req.rid] = LiveRequest(
             id=next(self._ids),
             prompt=tuple(req.origin_input_ids),
-            sampling=self._guess(req.sampling_params),
+            sampling=self._draft_sampling(req.sampling_params),
             seed=42 if seed is None else seed & (2**63 - 1),  # the host's own default
             output=output,
             req=req,
@@ -213,8 +195,8 @@ class Roster:
         )
         return live
 
-    def _guess(self, params: Any) -> SamplingParams:
-        """Return the law by which a draft model should guess; nothing is emitted by it.
+    def _draft_sampling(self, params: Any) -> SamplingParams:
+        """Return the sampling parameters by which a draft model drafts; nothing is emitted by them.
 
         Without seeds nobody knows the coin that the host will toss: the most likely token is the
         best guess then.

@@ -1,0 +1,44 @@
+"""A request of SGLang's as drafters see it, and those of a batch that have rows in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.core import Ints, Request
+
+
+@dataclass
+class LiveRequest(Request):
+    """A request of SGLang's as drafters see it.
+
+    req: the host's own
+    drafter: who drafts for it
+    max_drafts: the most drafts in a step
+    explain: whether it asks what each step did
+    tenant: whose texts it may share: those with its `cache_salt` or `extra_key`, as in SGLang's own
+        prefix cache
+    """
+
+    req: Any = None
+    drafter: str = "none"
+    max_drafts: int = 0
+    explain: bool = False
+    tenant: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class ActiveRequests:
+    """The requests of a batch that have rows in a step.
+
+    requests: with all that they have emitted
+    members: [R] their places in the batch
+    lens: [R] how many of their tokens are cached
+    kinds: [R] how they are sampled
+    """
+
+    requests: Sequence[LiveRequest]
+    members: Ints
+    lens: Ints
+    kinds: Sequence[str]
