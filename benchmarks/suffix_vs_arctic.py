@@ -126,8 +126,8 @@ def texts() -> dict[str, tuple[list[int], list[int]]]:
         "the prompt with two names changed": (encode(edited), change),
         "records (JSON)": (records[:1000], records[1000:4000]),
         "a module like that in the prompt": (
-            encode(read("src/outrider/kernels/verify_residual/triton.py")),
-            encode(read("src/outrider/kernels/verify_block/triton.py")),
+            encode(read("src/outrider/kernels/tree_sampling/triton.py")),
+            encode(read("src/outrider/kernels/renorm_prob/triton.py")),
         ),
         "prose on the prompt's subject": (
             encode(read("README.md")),

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from outrider.kernels import launch_options
-from outrider.kernels.kv_commit import triton as kv_commit
 from outrider.kernels.ngram_match import triton as ngram_match
 from outrider.kernels.paged_attention import triton as paged
 from outrider.kernels.paged_attention.layout import FIELDS, Tile
@@ -16,8 +15,6 @@ from outrider.kernels.row_invariant import triton as row_invariant
 from outrider.kernels.sample_match import triton as sample_match
 from outrider.kernels.static import TARGETS, Variant
 from outrider.kernels.tree_sampling import triton as tree_sampling
-from outrider.kernels.verify_block import triton as verify_block
-from outrider.kernels.verify_residual import triton as verify_residual
 
 DIMS = (64, 96, 128, 256)
 TILES = (16, 32, 64)
@@ -170,7 +167,7 @@ def sampling_variants() -> Iterator[Variant]:
 
 
 def _verify_variants() -> Iterator[Variant]:
-    """Yield sampling by keyed coins, and the verification rules: 8 drafts, V = 151,936."""
+    """Yield sampling by keyed coins, and the comparison with 8 drafts: V = 151,936."""
     integers = ("seeds", "positions", "tokens", "drafts", "parents", "rows_start", "accepted")
     types = {
         **dict.fromkeys((*integers, "num_accepted", "next_tokens"), "*i64"),
@@ -187,27 +184,10 @@ def _verify_variants() -> Iterator[Variant]:
         yield _variant(sample_match.pick_kernel, f"sample pick {kind}", logits, tall, _plain(8))
     walk = {"DEPTHS": 8, "ROWS": 32}
     yield _variant(sample_match.match_kernel, "match", types, walk, _plain(1))
-    for name, point in (("", False), (" point", True)):
-        rule = {**split, "POINT": point}
-        for kernel, step, warps in (
-            (verify_residual.draw_kernel, "residual draw", 8),
-            (verify_block.mass_kernel, "block mass", 4),
-            (verify_block.draw_kernel, "block draw", 8),
-        ):
-            yield _variant(kernel, step + name, types, rule, _plain(warps))
-    yield _variant(verify_residual.pick_kernel, "residual pick", types, split, _plain(4))
 
 
-def moving_variants() -> Iterator[Variant]:
-    """Yield what moves rows and tokens."""
-    types = {**dict.fromkeys(("src", "dst", "offsets"), "*i64"), "base": "*i32", "N": "i32"}
-    yield _variant(
-        kv_commit.commit_kernel,
-        "kv_commit",
-        {**types, "W": "i32", "stride": "i32"},
-        {"ALIGN": 4, "BLOCK": kv_commit.BLOCK},
-        _plain(kv_commit.NUM_WARPS),
-    )
+def lookup_variants() -> Iterator[Variant]:
+    """Yield the lookup of drafts."""
     types = dict.fromkeys(("tokens", "lengths", "max_drafts", "drafts", "num_drafts"), "*i32")
     yield _variant(
         ngram_match.match_kernel,
@@ -224,5 +204,5 @@ def variants() -> list[Variant]:
         *attention_variants(),
         *layer_variants(),
         *sampling_variants(),
-        *moving_variants(),
+        *lookup_variants(),
     ]

@@ -16,33 +16,6 @@ from outrider.selftest.verification import normal
 __all__ = ["KERNELS", "all_checks"]
 
 
-def _kv_commit(setting: Setting) -> Iterator[Check]:
-    from outrider.kernels.kv_commit import Caches, reference, triton
-
-    def run(dtype: torch.dtype) -> str:
-        slots, layers = (40, 4) if setting.interpreted else (1024, 16)
-        memory = normal(layers, slots, 8, 128).to(dtype)
-        host, device = list(memory), list(memory.to(setting.device, copy=True))
-        if not setting.interpreted:
-            # anywhere in memory; the interpreter knows only the memory of the first
-            device = [cache.clone() for cache in device]
-        src = torch.tensor([[5, 6, 9, -1], [10, 12, -1, -1], [30, 31, 33, 39]])
-        dst = torch.tensor([[4, 5, 6, -1], [10, 11, -1, -1], [20, 21, 22, 23]])
-        reference.kv_commit(host, src, dst)
-        table = Caches.of(device)
-        triton.kv_commit(
-            *(table.base, table.offsets, table.width, table.stride, table.align),
-            *(src.to(setting.device), dst.to(setting.device)),
-        )
-        for layer, (ours, expected) in enumerate(zip(device, host, strict=True)):
-            equal(ours.view(torch.uint8), expected.view(torch.uint8), f"cache {layer}")
-        return f"{layers} caches of {slots} rows, every byte equal"
-
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-        kind = str(dtype).removeprefix("torch.")
-        yield Check(f"kv_commit: {kind}", "correctness", partial(run, dtype))
-
-
 def _ngram_match(setting: Setting) -> Iterator[Check]:
     from outrider.kernels.ngram_match import reference, triton
 
@@ -111,11 +84,8 @@ KERNELS: dict[str, Callable[[Setting], Iterator[Check]]] = {
     "prefill_attention": partial(near_checks, kernel="prefill_attention"),
     "row_invariant": _row_invariant,
     "sample_match": verification.sample_match,
-    "verify_residual": partial(verification.verify_chains, name="verify_residual"),
-    "verify_block": partial(verification.verify_chains, name="verify_block"),
     "renorm_prob": verification.renorm_prob,
     "tree_sampling": verification.tree_sampling,
-    "kv_commit": _kv_commit,
     "ngram_match": _ngram_match,
 }
 """The checks of correctness of each folder of `outrider.kernels` that has a triton.py."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from outrider.selftest.check import Check, Setting, equal, near
 
-__all__ = ["renorm_prob", "sample_match", "tree_sampling", "verify_chains"]
+__all__ = ["renorm_prob", "sample_match", "tree_sampling"]
 
 LAWS: list[dict[str, float]] = [
     {"temperature": 0.0},
@@ -82,50 +81,6 @@ def sample_match(setting: Setting) -> Iterator[Check]:
             name = f"sample_match: {len(LAWS)} laws, V = {vocab}, {kind}"
             yield Check(name, "correctness", partial(sample, vocab, dtype))
     yield Check("sample_match: match of chains and trees", "correctness", match)
-
-
-def _chains(vocab: int, point_mass: bool) -> dict[str, Any]:
-    """Return ragged chains: laws, drafts drawn from q, and a request without rows at the end."""
-    generator = torch.Generator().manual_seed(vocab)
-    starts = torch.tensor([0, 4, 5, 7, 13, 16, 25, 25])
-    rows = int(starts[-1])
-    p = (normal(rows, vocab, seed=3) * 4).softmax(-1)
-    is_draft = torch.ones(rows, dtype=torch.bool)
-    is_draft[starts[:-2]] = False
-    parents = is_draft.nonzero().squeeze(-1) - 1
-    q = (p[parents].log() + 0.5 * normal(len(parents), vocab, seed=4)).softmax(-1)
-    drafts = torch.full((rows,), -7)
-    drafts[is_draft] = torch.multinomial(q, 1, generator=generator).squeeze(-1)
-    return {
-        "p": p,
-        "q": None if point_mass else q,
-        "drafts": drafts,
-        "rows_start": starts,
-        "seeds": torch.randint(0, 2**62, (rows,), generator=generator),
-        "positions": torch.arange(rows) + 100,
-        "max_drafts": 8,
-    }
-
-
-def verify_chains(setting: Setting, name: str) -> Iterator[Check]:
-    """Yield the checks of `verify_residual` or `verify_block`."""
-
-    def run(vocab: int, point_mass: bool) -> str:
-        reference, triton = (
-            import_module(f"outrider.kernels.{name}.{file}") for file in ("reference", "triton")
-        )
-        batch = _chains(vocab, point_mass)
-        expected = getattr(reference, name)(**batch)
-        found = getattr(triton, name)(**setting.move(batch))
-        for field in expected._fields:
-            equal(getattr(found, field), getattr(expected, field), field)
-        return f"7 requests, {int(expected.num_accepted_drafts.sum())} drafts accepted by both"
-
-    for vocab in _vocabularies(setting):
-        for point_mass in (False, True):
-            law = "drafts without a law" if point_mass else "drafts with a law"
-            check = partial(run, vocab, point_mass)
-            yield Check(f"{name}: {law}, V = {vocab}", "correctness", check)
 
 
 def renorm_prob(setting: Setting) -> Iterator[Check]:
