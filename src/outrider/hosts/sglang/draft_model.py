@@ -8,8 +8,8 @@ written (its request had opted out, or drafting was at rest) makes poor drafts, 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,12 +19,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from outrider.core import Request
-from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.ranks import Message, Ranks
 from outrider.hosts.sglang.rows import decode_rows
 
 
-@dataclasses.dataclass
+@dataclass
 class DraftSequence:
     """One request's sequence: its index in `req_to_token`, and how much is cached."""
 
@@ -190,7 +190,7 @@ class SglangDraftModel:
         position = torch.tensor(positions, device=index.device)
         seq_lens_cpu = torch.tensor(prefixes) + torch.tensor(counts)
         seq_lens = seq_lens_cpu.to(index.device, non_blocking=True)
-        return dataclasses.replace(
+        return changed(
             self._batch,
             forward_mode=ForwardMode.EXTEND,
             input_ids=torch.tensor(tokens, device=index.device),
@@ -217,7 +217,7 @@ class SglangDraftModel:
         return self._forward(batch)
 
     def _forward(self, batch: Any) -> Tensor:
-        batch = dataclasses.replace(batch, spec_info=None, return_logprob=False)
+        batch = changed(batch, spec_info=None, return_logprob=False)
         forward = host().draft_batch(batch, self._runner)
         logits: Tensor = self._runner.forward(forward).logits_output.next_token_logits
         return logits

@@ -118,3 +118,13 @@ def host() -> Host:
     from outrider.hosts.sglang.host_0_5_23 import Sglang0523
 
     return Sglang0523()
+
+
+def changed(batch: Any, **fields: Any) -> Any:
+    """Return a copy of the host's batch in which these fields are others.
+
+    `dataclasses.replace` does the same 15 times slower: it calls `__init__` with 100 arguments.
+    """
+    made = object.__new__(type(batch))
+    made.__dict__.update(batch.__dict__, **fields)
+    return made

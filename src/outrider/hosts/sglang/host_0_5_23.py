@@ -8,7 +8,6 @@ that is known without a wait, on the host.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from torch import Tensor
 from outrider.core import Unsupported
 from outrider.hosts.sglang import contract_0_5_23 as contract
 from outrider.hosts.sglang import hooks, plugin, settings
-from outrider.hosts.sglang.host import Host
+from outrider.hosts.sglang.host import Host, changed
 from outrider.hosts.sglang.profile import REPAIR_VARIABLE
 
 
@@ -246,8 +245,8 @@ def _worker_class() -> type:
             index, index_cpu = plain.req_pool_indices, plain.req_pool_indices_cpu
             if plain.forward_mode.is_decode():
                 plain.seq_lens, plain.seq_lens_cpu = self._lens[index], self._lens_cpu[index_cpu]
-            batch = copy.copy(plain)
-            batch.sampling_info = getattr(plain.sampling_info, "outrider_source", None)
+            source = getattr(plain.sampling_info, "outrider_source", None)
+            batch = changed(plain, sampling_info=source)
             result = self._step(batch, plain)
             draft = result.next_draft_input
             if draft.is_current and len(plain.reqs):

@@ -8,7 +8,6 @@ where several rows stand at one position.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.core import Ints, Law, Proposal
-from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.requests import ActiveRequests
 from outrider.hosts.sglang.sampling import row_sampling, take
 
@@ -81,7 +80,7 @@ def decode_rows(
     """
     seq_lens_cpu = torch.tensor(positions) + 1
     seq_lens = seq_lens_cpu.to(req_pool_indices.device, non_blocking=True)
-    return dataclasses.replace(
+    return changed(
         plain,
         input_ids=torch.tensor(tokens, device=req_pool_indices.device),
         req_pool_indices=req_pool_indices,
@@ -133,7 +132,7 @@ class StepRows:
             groups = list(zip(names, order.split(sizes), strict=True))
         is_whole = len(owners) == len(starts) == len(batch.reqs)  # a row for each request
         rows = partial(take, indices=None if is_whole else members.tolist())
-        forward = dataclasses.replace(
+        forward = changed(
             plain,
             input_ids=tokens,
             req_pool_indices=batch.req_pool_indices[owner],

@@ -7,7 +7,6 @@ the row's path.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from outrider.core import Law, Proposal
 from outrider.hosts.sglang.grammars import RowGrammar
-from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.penalties import advance, copied
 from outrider.hosts.sglang.requests import ActiveRequests
 
@@ -58,7 +57,7 @@ def sample(
         part = LogitsProcessorOutput(next_token_logits=logits_output.next_token_logits[index])
         # only what asks about single rows needs their numbers on the host
         rows = index.tolist() if forward.return_logprob or info.has_custom_logit_processor else []
-        few = dataclasses.replace(
+        few = changed(
             forward,
             top_logprobs_nums=take(forward.top_logprobs_nums, rows),
             token_ids_logprobs=take(forward.token_ids_logprobs, rows),

@@ -11,7 +11,6 @@ So where the same tokens are promised, rows verify. Elsewhere control may choose
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from torch import Tensor
 
 from outrider.core import Ints, Law, Proposal
+from outrider.hosts.sglang.host import changed
 from outrider.hosts.sglang.requests import ActiveRequests
 from outrider.hosts.sglang.rows import decode_rows, read_slots, to_device
 
@@ -89,7 +89,7 @@ class VerifyPass:
         told[3] = told[2] + np.tile(np.arange(self.width), len(lens))
         ids, owner, cached, position = to_device(told, batch.device)
         owner_of, seq_lens = owner[:: self.width], cached[:: self.width]
-        forward = dataclasses.replace(
+        forward = changed(
             plain,
             forward_mode=ForwardMode.TARGET_VERIFY,
             input_ids=ids,

@@ -17,7 +17,6 @@ rejected ones stay where they are, and the next step writes over them.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections import deque
@@ -56,7 +55,7 @@ from outrider.hosts.sglang.flights import (
     order_slots,
     would_keep,
 )
-from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.penalties import Penalties
@@ -220,7 +219,7 @@ class OutriderWorker:
             self._penalties.renew(batch)
             if batch.sampling_info.penalizer_orchestrator.is_required:
                 info = batch.sampling_info.copy_for_forward()
-                plain = dataclasses.replace(plain, sampling_info=info)
+                plain = changed(plain, sampling_info=info)
             result = self._run_prefill(plain)
             self._last_tokens[plain.req_pool_indices] = result.next_token_ids
             lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in plain.reqs]
@@ -333,7 +332,7 @@ class OutriderWorker:
         requests, lens = self._requests.update(plain.reqs), plain.seq_lens
         new, new_cpu = lens + 1, plain.seq_lens_cpu + 1
         table = batch.req_to_token_pool.req_to_token
-        forward = dataclasses.replace(
+        forward = changed(
             plain,
             input_ids=self._last_tokens[plain.req_pool_indices],
             seq_lens=new,
