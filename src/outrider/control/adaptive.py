@@ -214,7 +214,7 @@ class AdaptiveDrafter:
         known, rows, sure = self.acceptance[name], self._rows[drafts.owners], drafts.confidences
         chances = known.first.of(rows, sure)
         if not drafts.is_chain:
-            beside = drafts.ranks > 0
+            beside = drafts.ranks.nonzero()[0]
             chances[beside] = known.sibling.of(rows[beside], sure[beside])
         return Offer(name, drafts, chances)
 
