@@ -421,7 +421,7 @@ def test_knots_is_the_former_name_of_row_buckets():
         adaptive_drafter(None, knots=[8], row_buckets=[8])
 
 
-@pytest.mark.parametrize("sizes", [[], [0, 8], [8, -1], ["8"], [8.5]])
+@pytest.mark.parametrize("sizes", [[], [0, 8], [8, -1], [8, "16"], "8", [8.5]])
 def test_row_buckets_are_numbers_of_rows(sizes):
     with pytest.raises(ValueError, match="row_buckets"):
         adaptive_drafter(None, row_buckets=sizes)

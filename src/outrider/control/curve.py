@@ -51,9 +51,9 @@ class RowBuckets:
     """
 
     def __init__(self, sizes: Sequence[int] = ROW_BUCKETS) -> None:
-        found = tuple(sorted(sizes))
-        if not found or not all(isinstance(size, int) and size > 0 for size in found):
+        if not sizes or not all(isinstance(size, (int, np.integer)) and size > 0 for size in sizes):
             raise ValueError(f"row_buckets are numbers of rows, all above 0, not {list(sizes)!r}")
+        found = tuple(sorted(sizes))
         self.largest_graph = 0 if found == ROW_BUCKETS else found[-1]
         self._sizes = found + tuple(size for size in ROW_BUCKETS if size > found[-1])
 
