@@ -10,6 +10,14 @@ import pytest
 from outrider.control.acceptance import LEAST, MOST, Acceptance, prior
 
 
+def new_learner():
+    """Knows five drafters, and nothing about their drafts."""
+    learner = Acceptance()
+    for drafter in ("suffix", "model", "other", "a", "x"):
+        learner.add(drafter)
+    return learner
+
+
 def play(learner, rng, request, truth, steps, drafter="suffix", k=4):
     """Draft chains whose true chances are truth(confidence); tell what became of them."""
     for _ in range(steps):
@@ -23,21 +31,21 @@ def play(learner, rng, request, truth, steps, drafter="suffix", k=4):
 
 def observe(learner, drafter, request, confidence, hit):
     given = learner.rows([request]), np.array([confidence]), np.array([hit])
-    learner.chances(drafter).observe(*given)
+    learner[drafter].first.observe(*given)
 
 
 def chance(learner, drafter, request, confidence):
-    return learner.chances(drafter).of(learner.rows([request]), np.array([confidence]))[0]
+    return learner[drafter].first.of(learner.rows([request]), np.array([confidence]))[0]
 
 
 def optimistic(learner, drafter, request, confidence, idle=0):
     given = learner.rows([request]), np.array([confidence]), np.array([idle])
-    return learner.chances(drafter).optimistic(*given)[0]
+    return learner[drafter].first.optimistic(*given)[0]
 
 
 def test_confidence_is_calibrated():
     """A drafter that is too sure of itself is seen through."""
-    learner, rng = Acceptance(), random.Random(0)
+    learner, rng = new_learner(), random.Random(0)
     for request in range(40):
         play(learner, rng, request, lambda c: 0.6 * c, 60)
     for confidence in (0.25, 0.55, 0.95):
@@ -47,7 +55,7 @@ def test_confidence_is_calibrated():
 
 
 def test_requests_differ():
-    learner, rng = Acceptance(), random.Random(1)
+    learner, rng = new_learner(), random.Random(1)
     for _ in range(30):
         for request, ease in (("easy", 0.9), ("hard", 0.3)):
             play(learner, rng, request, lambda c, ease=ease: ease, 5)
@@ -61,7 +69,7 @@ def test_requests_differ():
 
 def test_a_change_is_followed():
     """From prose to a copy of the prompt: within twenty steps the request is believed again."""
-    learner, rng = Acceptance(), random.Random(2)
+    learner, rng = new_learner(), random.Random(2)
     play(learner, rng, 0, lambda c: 0.1, 100)
     before = chance(learner, "suffix", 0, 0.5)
     play(learner, rng, 0, lambda c: 0.95, 20)
@@ -70,13 +78,13 @@ def test_a_change_is_followed():
 
 
 def test_drafters_do_not_share():
-    learner, rng = Acceptance(), random.Random(3)
+    learner, rng = new_learner(), random.Random(3)
     play(learner, rng, 0, lambda c: 0.9, 50, drafter="model")
     assert chance(learner, "suffix", 0, 0.5) == prior(5)
 
 
 def test_chances_have_bounds():
-    learner = Acceptance()
+    learner = new_learner()
     for _ in range(200):
         observe(learner, "model", 0, 1.0, True)
         observe(learner, "other", 0, 0.0, False)
@@ -86,11 +94,11 @@ def test_chances_have_bounds():
 
 def test_many_at_once_are_learnt_as_one_by_one():
     """But for the buckets, which older drafts of the same moment do not age."""
-    together, alone = Acceptance(), Acceptance()
+    together, alone = new_learner(), new_learner()
     rng = np.random.default_rng(6)
     for _ in range(30):
         sure, hits = rng.random(8), rng.random(8) < 0.6
-        together.chances("a").observe(together.rows(range(8)), sure, hits)
+        together["a"].first.observe(together.rows(range(8)), sure, hits)
         for request in range(8):
             observe(alone, "a", request, sure[request], hits[request])
     for request in range(8):
@@ -99,7 +107,7 @@ def test_many_at_once_are_learnt_as_one_by_one():
 
 
 def test_rows_are_used_again_and_know_nothing_of_before():
-    learner = Acceptance()
+    learner = new_learner()
     assert learner.rows(["a", "b"]).tolist() == [0, 1]
     for _ in range(20):
         observe(learner, "x", "a", 0.5, True)
@@ -110,7 +118,7 @@ def test_rows_are_used_again_and_know_nothing_of_before():
 
 
 def test_the_optimistic_estimate_is_for_what_is_not_known():
-    learner, rng = Acceptance(), random.Random(4)
+    learner, rng = new_learner(), random.Random(4)
     early = optimistic(learner, "model", "new", 0.5) - prior(5)
     for request in range(20):
         play(learner, rng, request, lambda c: 0.7, 60, drafter="model")
@@ -125,7 +133,7 @@ def test_the_optimistic_estimate_is_for_what_is_not_known():
 
 def test_an_easy_text_makes_unsure_drafts_likely():
     """The shift is one of odds: it moves a chance of a half further than one of nine tenths."""
-    learner, rng = Acceptance(), random.Random(5)
+    learner, rng = new_learner(), random.Random(5)
     for request in range(40):
         play(learner, rng, request, lambda c: c, 60)
     play(learner, rng, "easy", lambda c: 0.97, 15)

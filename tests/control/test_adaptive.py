@@ -11,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.control.adaptive import TRY, AdaptiveDrafter
+from outrider.control.adaptive import AdaptiveDrafter, adaptive_drafter
+from outrider.control.model_choice import TRY
 from outrider.core import Budget, KeyedCoins, Outcome, Proposal, chain
 
 K = 6
@@ -181,11 +182,13 @@ def test_a_drafter_without_confidence_is_calibrated_too():
 
 def test_requests_that_end_are_forgotten():
     world = World(2)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.9)}, clock=world.clock)
+    model = Guesser("model", 0.5, passes=world.draft_passes)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.9)}, model, clock=world.clock)
     drafter.start(world.requests)
     world.run(drafter, 5)
+    assert drafter._model_choice._idle
     drafter.stop(world.requests)
-    assert not drafter._idle
+    assert not drafter._model_choice._idle
     assert not drafter.acceptance._rows
 
 
@@ -204,7 +207,7 @@ def test_a_model_drafts_where_it_is_worth_its_passes(pass_seconds, wanted):
 
 
 def test_a_model_that_has_become_good_is_found_again():
-    """It rests while it is bad; hopes grow, and what it then does is believed."""
+    """It rests while it is bad; its optimistic estimate grows until it is tried again."""
     world = World(2, lambda rows: 0.1, 0.02)
     model = Guesser("model", 0.1, passes=world.draft_passes)
     drafter = AdaptiveDrafter({"free": Guesser("free", 0.05)}, model, clock=world.clock)
@@ -270,7 +273,7 @@ def test_the_time_of_catching_up_is_not_taken_for_that_of_other_passes():
     assert model.chunks == 0
     assert drafter.cost.verify.seconds(2) < 0.12
     assert drafter.cost.verify.seconds(8) < 0.12
-    assert drafter.brake.pulled == 0
+    assert drafter.slowdown_guard.trips == 0
 
 
 def test_plain_decoding_is_measured_again_where_little_is_won():
@@ -320,14 +323,14 @@ def test_a_tree_has_no_more_drafts_than_are_allowed():
     assert max(d[0] for d in world.drafts) == K
 
 
-def test_the_brake_has_the_last_word():
+def test_the_slowdown_guard_has_the_last_word():
     """Times that the drafter is not told of, where there are drafts: it stops all the same."""
     world = World(1)
     free = Guesser("free", 0.9)
     drafter = AdaptiveDrafter({"free": free}, clock=world.clock)
     free.passes = lambda count: world.draft_passes(100)  # two seconds for what was to be free
     world.run(drafter, 400)
-    assert drafter.brake.pulled > 0
+    assert drafter.slowdown_guard.trips > 0
     assert sum(d[0] > 0 for d in world.drafts[-200:]) < 40
 
 
@@ -388,7 +391,7 @@ def test_a_model_that_may_be_worth_it_is_waited_for():
     assert world.run(drafter, 200) > 1.5 * (1 / 0.1)
 
 
-def test_waits_are_learnt_and_hoped_to_be_shorter():
+def test_waits_are_learnt_and_their_estimate_falls():
     drafter = AdaptiveDrafter({"free": Guesser("free", 0.5)}, clock=lambda: 0.0)
     drafter.waited(0.01)
     drafter.waited(5.0)  # once: somebody else had the machine
@@ -406,3 +409,19 @@ def test_asleep_a_model_that_is_no_use_is_tried_seldom():
     asked = model.asked
     assert world.run(drafter, 640) >= 0.95 * 4 / 0.1
     assert 0 < model.asked - asked <= 640 / TRY + 5
+
+
+def test_knots_is_the_former_name_of_row_buckets():
+    buckets = [
+        adaptive_drafter(None, **{name: [8, 16]}).cost.verify.row_bucket(9)
+        for name in ("knots", "row_buckets")
+    ]
+    assert buckets == [16, 16]
+    with pytest.raises(ValueError, match="give row_buckets only"):
+        adaptive_drafter(None, knots=[8], row_buckets=[8])
+
+
+@pytest.mark.parametrize("sizes", [[], [0, 8], [8, -1], [8, "16"], "8", [8.5]])
+def test_row_buckets_are_numbers_of_rows(sizes):
+    with pytest.raises(ValueError, match="row_buckets"):
+        adaptive_drafter(None, row_buckets=sizes)

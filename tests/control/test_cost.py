@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from outrider.control.cost import KNOTS, Curve, StepCost
+from outrider.control.cost import StepCost
+from outrider.control.curve import ROW_BUCKETS, Curve
 
 
 def stairs(rows: int) -> float:
@@ -31,8 +32,8 @@ def test_nothing_is_known_before_anything_is_seen():
 def test_stairs_are_learnt_through_noise():
     curve = Curve()
     learn(curve, stairs, 2000)
-    for knot in KNOTS[:36]:
-        assert curve.seconds(knot) == pytest.approx(stairs(knot), rel=0.2)
+    for rows in ROW_BUCKETS[:36]:
+        assert curve.seconds(rows) == pytest.approx(stairs(rows), rel=0.2)
     times = [curve.seconds(rows) for rows in range(1, 200)]
     assert times == sorted(times)
 
@@ -55,7 +56,7 @@ def test_a_new_regime_is_followed():
 
 def test_what_falls_is_pooled():
     curve = Curve()
-    for _ in range(10_000):  # until hope is gone
+    for _ in range(10_000):  # until optimism is gone
         curve.observe(2, 0.12)
         curve.observe(4, 0.10)
         curve.observe(8, 0.20)
@@ -71,7 +72,7 @@ def test_a_step_is_made_of_its_parts():
     for _ in range(10_000):
         cost.observe(8, 1000, 0.3)
         cost.draft.observe(2, 0.05)
-    assert cost.table(8)[-1] == pytest.approx(0.3, rel=0.01)
+    assert cost.table(8, 0, 8)[-1] == pytest.approx(0.3, rel=0.01)
     assert cost.drafting(3, 2, 2) == pytest.approx(0.15, rel=0.01)
 
 
@@ -83,20 +84,20 @@ def test_context_is_told_from_rows():
         cost.observe(rows, context, (stairs(rows) + 1e-6 * context) * rng.lognormvariate(0, 0.05))
     for context in (1_000, 50_000, 100_000):
         expected = stairs(8) + 1e-6 * context
-        assert cost.table(8, context)[-1] == pytest.approx(expected, rel=0.2)
+        assert cost.table(8, context, 8)[-1] == pytest.approx(expected, rel=0.2)
 
 
 def test_noise_is_not_taken_for_context():
     cost, rng = StepCost(), random.Random(0)
     for step in range(500):
         cost.observe(4, 1000 + step % 50, 0.1 * rng.lognormvariate(0, 0.1))
-    assert cost.table(4, 1000)[-1] == pytest.approx(0.1, rel=0.1)
+    assert cost.table(4, 1000, 4)[-1] == pytest.approx(0.1, rel=0.1)
     assert cost.slope.value * 1000 < 0.02
 
 
 def test_graphs_have_their_own_steps():
     """Rows are padded to the next captured graph: nothing lies between."""
-    curve = Curve(knots=[8, 16, 32])
+    curve = Curve(row_buckets=[8, 16, 32])
     for _ in range(10_000):
         curve.observe(5, 0.1)
         curve.observe(32, 0.3)
@@ -105,7 +106,7 @@ def test_graphs_have_their_own_steps():
     assert curve.seconds(17) == pytest.approx(0.3, rel=0.01)
 
 
-def test_what_was_seen_once_is_hoped_to_be_better():
+def test_what_was_seen_once_is_assumed_to_be_better():
     curve = Curve()
     curve.observe(4, 0.1)
     once = curve.seconds(4)
@@ -134,7 +135,7 @@ def test_a_slow_spell_is_not_a_long_context():
         cost.observe(30, 1000, 0.30)
     for _ in range(15):
         cost.observe(30, 2500, 0.40)
-    plain, drafting = cost.table(30, 2500)[[16, 30]]
+    plain, drafting = cost.table(30, 2500, 16)[[16, 30]]
     assert drafting > 1.3 * plain
 
 
@@ -145,11 +146,11 @@ def without_graphs(rows: int) -> float:
 
 def test_rows_beyond_the_largest_graph_have_a_time_of_their_own():
     """A pass of 400 rows without a graph says nothing of the graph for 160, nor does it fit it."""
-    curve = Curve(knots=range(8, 161, 8))
+    curve = Curve(row_buckets=range(8, 161, 8))
     for _ in range(100):
         for rows in (8, 64, 160, 400):
             curve.observe(rows, without_graphs(rows))
-    assert curve.knot(400) == 448
+    assert curve.row_bucket(400) == 448
     assert curve.seconds(160) == pytest.approx(without_graphs(160), rel=0.02)
     assert curve.seconds(400) == pytest.approx(without_graphs(400), rel=0.02)
     assert curve.seconds(152) < 0.02  # a graph
@@ -159,7 +160,7 @@ def test_rows_beyond_the_largest_graph_have_a_time_of_their_own():
 
 
 def test_rows_without_a_graph_are_assumed_slow_until_they_are_seen():
-    curve = Curve(knots=range(8, 161, 8))
+    curve = Curve(row_buckets=range(8, 161, 8))
     for _ in range(100):
         for rows in (8, 64, 128):
             curve.observe(rows, without_graphs(rows))
@@ -172,17 +173,17 @@ def test_rows_without_a_graph_are_assumed_slow_until_they_are_seen():
     assert list(curve.table(999)[1:]) == times
 
 
-@pytest.mark.parametrize("knots", [KNOTS, (8, 16, 600)], ids=["no graphs", "graphs"])
-def test_many_rows_are_told_apart(knots):
-    curve = Curve(knots=knots)
+@pytest.mark.parametrize("row_buckets", [ROW_BUCKETS, (8, 16, 600)], ids=["no graphs", "graphs"])
+def test_many_rows_are_told_apart(row_buckets):
+    curve = Curve(row_buckets=row_buckets)
     for _ in range(100):
         for rows in (512, 1024, 4096, 100_000):
             curve.observe(rows, rows / 1000)
     for rows in (1024, 4096, 100_000):
-        assert rows <= curve.knot(rows) <= 1.25 * rows
+        assert rows <= curve.row_bucket(rows) <= 1.25 * rows
         assert curve.seconds(rows) == pytest.approx(rows / 1000, rel=0.03)
-    assert curve.knot(1024) == curve.knot(1023) == 1024
-    assert curve.knot(1025) == 1280
+    assert curve.row_bucket(1024) == curve.row_bucket(1023) == 1024
+    assert curve.row_bucket(1025) == 1280
     times = list(curve.table(150_000))
     assert times == sorted(times)
 
@@ -197,7 +198,7 @@ def test_a_first_value_that_is_far_off_is_left_within_a_few_steps(factor):
     for _ in range(20):
         context += 4
         cost.observe(4, context, 0.1)
-    assert cost.table(4, context)[-1] == pytest.approx(0.1, rel=0.1)
+    assert cost.table(4, context, 4)[-1] == pytest.approx(0.1, rel=0.1)
 
 
 def test_a_few_slow_steps_in_a_row_are_outliers():

@@ -43,13 +43,13 @@ def test_the_oracle_is_one(table):
 
 
 def test_a_policy_that_believes_anything_is_noticed(table, monkeypatch):
-    """The twin: no calibration, so every draft is taken for certain; and no brake."""
+    """The twin: no calibration, so every draft is taken for certain; and no slowdown guard."""
     cell = ("prose", 16)
     assert of_oracle(table)[cell] > 0.88
     monkeypatch.setattr(
         "outrider.control.acceptance.Chances.of", lambda self, rows, sure: sure * 0 + 0.98
     )
-    monkeypatch.setattr("outrider.control.brake.Brake.is_on", False)
+    monkeypatch.setattr("outrider.control.slowdown.SlowdownGuard.is_tripped", False)
     assert of_oracle({cell: replay.speeds(*cell)})[cell] < 0.88
 
 

@@ -1,84 +1,86 @@
-"""How likely a draft is to be accepted, learnt from what became of the drafts before it.
+"""The probability that a draft is accepted, learned from the outcomes of earlier drafts.
 
-A drafter says how sure it is of each draft (its own probability, the share of a vote); nothing says
-that it is right to be. Two things are learnt:
+A drafter reports a confidence with each draft (its own probability, or the share of a vote). The
+confidence need not be calibrated. Two corrections are learned:
 
-* *calibration*, for each drafter, by decayed counts: how often drafts of such a confidence are
-  accepted, given that all above them were. Shared by all requests, so a new request starts with
-  what is known;
-* *a shift*, for each request and drafter: by how much its log-odds lie above or below calibration.
-  Some texts are easier than others, and an easy one makes unsure drafts likely rather than sure
-  ones certain. It is found by a Newton step for each draft, so it comes with its own precision:
-  the less is known of a request, the higher its optimistic estimate.
+* *calibration*, per drafter, by decayed counts: how often drafts of such a confidence were accepted
+  if their parents were. All requests share it, so a new request starts with what is known;
+* *a shift*, per request and drafter: how far the log-odds of its drafts lie above or below
+  calibration. Some texts are easier than others. An easy text makes uncertain drafts likely; it
+  does not make likely drafts certain. Each draft moves the shift by one Newton step. The precision
+  of the shift is known too: the fewer drafts a request has had, the higher its optimistic estimate.
 
-Only drafts whose parent is part of the text say something. They need not have been verified: what
-a drafter *would* have said is scored by what was emitted anyway.
+A draft counts only if its parent is part of the text. It need not have been verified: drafts that
+were proposed and not used are compared with what was emitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from outrider.core import Bools, Floats, Ints
 
 EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995])
-"""Where confidence is told apart: finer near 1, where a long chain is worth it or not."""
+"""Edges of the confidence buckets. They are finer near 1, where the length of a chain depends on
+them."""
 
 PRIOR_WEIGHT = 4.0
-"""At first confidence is half believed (`prior`), as if so many drafts had been seen."""
+"""Weight of the prior of a confidence bucket, in drafts: see `prior`."""
 
 POOL_MEMORY = 2000.0
 REQUEST_MEMORY = 30.0
-"""Drafts after which an observation counts half as much, in a bucket and for a request."""
+"""Half-life of an observation, in drafts: in a confidence bucket, and in the shift of a request."""
 
 UNKNOWN = 1.0
 """Precision of a new request's shift: texts differ by about 1 in log-odds."""
 
 REST = 32.0
-"""Steps without a draft after which half of what is known of a request is forgotten, and optimistic
-estimates are higher by 1, in log-odds: in the end everything is tried again that could pay."""
+"""Steps without a draft after which half of what is known about a request is forgotten, and the
+optimistic estimate is higher by 1 in log-odds. So every drafter that could pay is tried again."""
 
 LEAST, MOST = 0.02, 0.98
 
 
 def prior(bucket: int) -> float:
-    """Return what is expected of drafts of such a confidence before any was seen."""
+    """Return the expected acceptance rate of a confidence bucket before any draft was seen."""
     low, high = (0.0, *EDGES)[bucket], (*EDGES, 1.0)[bucket]
     return float(0.25 + 0.5 * (low + high) / 2)
 
 
 class Chances:
-    """The chances of one drafter's drafts: by how sure it is, and for each request.
+    """The acceptance probability of one kind of drafts, by confidence and request.
 
-    Requests are rows: see `Acceptance.rows`.
+    Requests are given as rows: see `Acceptance.rows`.
+
+    capacity: number of rows
     """
 
     _keep_pool = 0.5 ** (1.0 / POOL_MEMORY)
     _keep = 0.5 ** (1.0 / REQUEST_MEMORY)
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 0) -> None:
         priors = np.array([prior(bucket) for bucket in range(len(EDGES) + 1)])
-        # of each bucket, accepted drafts and tried ones, older ones counting less
+        # by confidence bucket: accepted drafts and all drafts, decayed, and their ratio
         self._hits, self._tries = priors * PRIOR_WEIGHT, np.full(len(priors), PRIOR_WEIGHT)
         self._share = priors
-        # of each request, its shift, and the shift's precision beyond UNKNOWN
-        self._shift, self._learnt = np.zeros(0), np.zeros(0)
+        # by row: the shift, and its precision beyond UNKNOWN
+        self._shift, self._learnt = np.zeros(capacity), np.zeros(capacity)
 
     def of(self, rows: Ints, confidences: Floats) -> Floats:
-        """Return the chance of each draft, given that all above it are accepted."""
-        self._reach(rows)
-        share = self._share[np.searchsorted(EDGES, confidences, "right")]
+        """Return the probability of each draft, given that its parent is accepted."""
+        share = self._share[EDGES.searchsorted(confidences, "right")]
         return _limit(_shifted(share, self._shift[rows]))
 
     def optimistic(self, rows: Ints, confidences: Floats, idle: Ints) -> Floats:
-        """Return the same, higher by half a standard deviation, and more the longer it rests.
+        """Return the optimistic estimate of the same: half a standard deviation higher, and more
+        with each step in which the drafter was not called.
 
-        idle: steps since the drafter was last tried
+        idle: steps since the drafter was last called
         """
-        self._reach(rows)
-        bucket, keep = np.searchsorted(EDGES, confidences, "right"), 0.5 ** (idle / REST)
+        bucket, keep = EDGES.searchsorted(confidences, "right"), 0.5 ** (idle / REST)
         share = self._share[bucket]
         known = UNKNOWN + self._learnt[rows] * keep
         pool_known = self._tries[bucket] * share * (1.0 - share)
@@ -86,36 +88,35 @@ class Chances:
         return _limit(_shifted(share, self._shift[rows] * keep + more))
 
     def observe(self, rows: Ints, confidences: Floats, hits: Bools) -> None:
-        """Learn which drafts were right, all above them being right.
+        """Learn which drafts were right. Their parents were right.
 
-        rows: no request more than once
+        rows: of the draft's request; each row at most once
         """
-        self._reach(rows)
-        bucket = np.searchsorted(EDGES, confidences, "right")
-        chance = _shifted(self._share[bucket], self._shift[rows])
-        self._learnt[rows] = self._learnt[rows] * self._keep + chance * (1.0 - chance)
-        self._shift[rows] += (hits - chance) / (UNKNOWN + self._learnt[rows])
-        tries = np.bincount(bucket, minlength=len(self._tries))
+        bucket, shift = EDGES.searchsorted(confidences, "right"), self._shift[rows]
+        chance = _shifted(self._share[bucket], shift)
+        learnt = self._learnt[rows] * self._keep + chance * (1.0 - chance)
+        self._learnt[rows] = learnt
+        self._shift[rows] = shift + (hits - chance) / (UNKNOWN + learnt)
+        size = len(self._tries)
+        tries = np.bincount(bucket, minlength=size)
         keep = self._keep_pool**tries
         self._tries = self._tries * keep + tries
-        self._hits = self._hits * keep + np.bincount(bucket, hits, len(self._tries))
+        self._hits = self._hits * keep + np.bincount(bucket, hits, size)
         self._share = _limit(self._hits / self._tries)
 
-    def forget(self, row: int) -> None:
-        """Forget a request's shift."""
-        if row < len(self._shift):
-            self._shift[row] = self._learnt[row] = 0.0
+    def grow(self, capacity: int) -> None:
+        """Make room for so many rows."""
+        more = np.zeros(capacity - len(self._shift))
+        self._shift = np.concatenate([self._shift, more])
+        self._learnt = np.concatenate([self._learnt, more])
 
-    def _reach(self, rows: Ints) -> None:
-        missing = int(rows.max(initial=-1)) + 1 - len(self._shift)
-        if missing > 0:
-            more = np.zeros(missing + len(self._shift))
-            self._shift = np.concatenate([self._shift, more])
-            self._learnt = np.concatenate([self._learnt, more])
+    def forget(self, row: int) -> None:
+        """Reset the shift of a row."""
+        self._shift[row] = self._learnt[row] = 0.0
 
 
 def _shifted(share: Floats, shift: Floats) -> Floats:
-    """Return chances whose log-odds are higher by this."""
+    """Return probabilities whose log-odds are higher by the shift."""
     found: Floats = share / (share + (1.0 - share) * np.exp(-shift))
     return found
 
@@ -124,35 +125,74 @@ def _limit(chances: Floats) -> Floats:
     return np.minimum(MOST, np.maximum(LEAST, chances))
 
 
+@dataclass(frozen=True, eq=False)
+class DrafterChances:
+    """The acceptance probabilities of one drafter, by kind of draft.
+
+    first: of the drafter's first choice after a parent
+    sibling: of its second and later choices after the same parent
+    prior: of its first choice before the drafter is called, when no confidence is known. It decides
+        whether a draft model is called. None for a free drafter: that is always called.
+    """
+
+    first: Chances
+    sibling: Chances
+    prior: Chances | None
+
+    def __iter__(self) -> Iterator[Chances]:
+        found = (self.first, self.sibling, self.prior)
+        return (chances for chances in found if chances is not None)
+
+
 class Acceptance:
-    """Chances of drafts, by drafter, confidence and request."""
+    """Acceptance probabilities by drafter, and the rows of requests in them."""
 
     def __init__(self) -> None:
-        self._drafters: dict[str, Chances] = {}
+        self._drafters: dict[str, DrafterChances] = {}
         self._rows: dict[Hashable, int] = {}
         self._free: list[int] = []
+        self._capacity = 0
 
-    def chances(self, drafter: str) -> Chances:
-        """Return what is known of a drafter's drafts."""
-        if drafter not in self._drafters:
-            self._drafters[drafter] = Chances()
-        return self._drafters[drafter]
+    def add(self, name: str, has_prior: bool = False) -> DrafterChances:
+        """Return the chances of a new drafter. Nothing is known about its drafts yet.
+
+        has_prior: for a draft model, which is called only if it is expected to pay
+        """
+        first, sibling, before = (Chances(self._capacity) for _ in range(3))
+        found = DrafterChances(first, sibling, before if has_prior else None)
+        self._drafters[name] = found
+        return found
+
+    def __getitem__(self, name: str) -> DrafterChances:
+        """Return what is known about the drafts of a drafter."""
+        return self._drafters[name]
 
     def rows(self, requests: Sequence[Hashable]) -> Ints:
-        """Return the row of each request; a new one gets one."""
+        """Return the row of each request. A new request gets a row."""
         rows = self._rows
         try:
-            return np.fromiter((rows[request] for request in requests), np.int64, len(requests))
+            return np.array([rows[request] for request in requests], np.int64)
         except KeyError:
             for request in requests:
                 if request not in rows:
                     rows[request] = self._free.pop() if self._free else len(rows)
+            self._reach(len(rows))
             return self.rows(requests)
 
     def forget(self, request: Hashable) -> None:
-        """Drop what is known of a request that has ended."""
+        """Forget a request that has ended."""
         row = self._rows.pop(request, None)
         if row is not None:
             self._free.append(row)
-            for chances in self._drafters.values():
-                chances.forget(row)
+            for drafter in self._drafters.values():
+                for chances in drafter:
+                    chances.forget(row)
+
+    def _reach(self, size: int) -> None:
+        """Make room for so many rows, and double it at least, so that this is seldom needed."""
+        if size <= self._capacity:
+            return
+        self._capacity = max(size, 2 * self._capacity)
+        for drafter in self._drafters.values():
+            for chances in drafter:
+                chances.grow(self._capacity)

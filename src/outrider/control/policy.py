@@ -1,9 +1,10 @@
-"""Which drafts should be verified: those that make the most tokens a second, none included.
+"""Which drafts to verify: those with the highest goodput (tokens per second), or none.
 
-A draft is worth its survival: the chance that it and all drafts above it are accepted. Survival
-falls from a parent to its child, so taking drafts in the order of their survival takes every chain
-and every tree from its root. With B requests and the m best drafts a step emits B + (sum of their
-survivals) tokens and takes T(B + m) seconds. T is a staircase, so all m are tried.
+The *survival* of a draft is the probability that it and all drafts above it are accepted. Survival
+never rises from a parent to its child. Taking drafts by falling survival therefore takes every
+chain and every tree from its root. With B requests and the m best drafts, a step emits
+B + (sum of their survivals) tokens and takes T(B + m) seconds. T is a staircase, so every m is
+compared.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import numpy as np
 
 from outrider.core import Floats, Ints, Law, Proposal
 
+NO_INDICES: Ints = np.empty(0, np.int64)
+"""No drafts, or no requests."""
+
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Which drafts of a batch to verify, and what is expected of it.
+    """Which drafts of a batch to verify, and what the step is expected to do.
 
-    nodes: [m] which of all drafts, in rising order
-    tokens, seconds: of the step
+    nodes: [m] indices of the drafts in the proposal, in rising order
+    tokens: expected tokens of the step
+    seconds: expected time of the step
     """
 
     nodes: Ints
@@ -29,7 +34,7 @@ class Choice:
 
     @property
     def goodput(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -38,30 +43,35 @@ def choose(
 ) -> Choice:
     """Return the drafts with the highest goodput.
 
-    The same on every rank that is given the same numbers: of equal survivals the earlier draft,
-    then the earlier request goes first, and of equal goodputs the fewest rows.
+    The result is the same on every rank that is given the same numbers. Of equal survivals the
+    earlier place goes first, then the earlier request. Of equal goodputs the fewest rows win.
 
-    survival: [M] of each draft; none above its parent's
-    seconds: [at least B + 1] of a step with so many rows; there will be no more rows than it has
-    margin: by which share drafting must beat plain decoding
+    survival: [M] of each draft; never above its parent's
+    seconds: [at least B + 1] time of a step with so many rows; its length limits the rows
+    margin: share by which drafting must beat plain decoding
     """
     batch = proposal.batch_size
+    if not len(survival):
+        return Choice(NO_INDICES, float(batch), float(seconds[batch]))
     order = np.lexsort((proposal.owners, proposal.places, -survival))[: len(seconds) - batch - 1]
     tokens, goodput = _goodputs(survival[order], batch, seconds)
     best = int(goodput.argmax())
     if goodput[best] <= goodput[0] * (1 + margin):
         best = 0
-    return Choice(np.sort(order[:best]), float(tokens[best]), float(seconds[batch + best]))
+    nodes = order[:best]
+    nodes.sort()
+    return Choice(nodes, float(tokens[best]), float(seconds[batch + best]))
 
 
 def best_goodput(survival: Floats, batch: int, seconds: Floats) -> float:
-    """Return the highest goodput that drafts of these survivals make possible."""
+    """Return the highest goodput that drafts of these survivals can reach."""
     falling = -np.sort(-survival)[: len(seconds) - batch - 1]
     return float(_goodputs(falling, batch, seconds)[1].max())
 
 
 def _goodputs(falling: Floats, batch: int, seconds: Floats) -> tuple[Floats, Floats]:
-    """Return the tokens, and the tokens a second, of a step with 0, 1, ... of these drafts."""
-    tokens = np.full(len(falling) + 1, float(batch))
-    tokens[1:] += falling.cumsum()
+    """Return the tokens, and the tokens per second, of a step with 0, 1, ... of these drafts."""
+    tokens = np.empty(len(falling) + 1)
+    tokens[0] = batch
+    np.add(falling.cumsum(), batch, out=tokens[1:])
     return tokens, tokens / np.maximum(seconds[batch : batch + len(tokens)], 1e-12)

@@ -1,8 +1,8 @@
-"""One number of drafts for the whole batch, moved by acceptance alone: something to compare with.
+"""SGLang's own adaptive rule, for comparison: one number of drafts for the whole batch.
 
-The rule is that of SGLang's `--speculative-adaptive` (read in 0.5.11, adaptive_spec_params.py), so
-its numbers are SGLang's: tiers 1, 3, 7; average by 0.2; warm-up 10; every 5 steps; -0.5 and -0.25.
-Later versions keep tiers for each range of batch sizes, 0 among them. Time is not looked at.
+The rule and its constants are those of `--speculative-adaptive` in SGLang 0.5.11
+(adaptive_spec_params.py). It uses acceptance only, not time. Later versions of SGLang keep tiers
+for each range of batch sizes, and have a tier of 0 drafts.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import numpy as np
 from outrider.core import Budget, Drafter, Law, Outcome, Proposal, Request
 
 RATE = 0.2
-"""How far the average moves to what a step's requests had accepted in the mean."""
+"""Weight of a step in the moving average of accepted drafts per request."""
 
 WARM_UP, INTERVAL = 10, 5
-"""Steps before the first decision, and from one to the next."""
+"""Steps before the first decision, and between decisions."""
 
 SHORT = 0.5
-"""Above a tier of K drafts go those who have more than K - SHORT of them accepted..."""
+"""The rule leaves a tier of K drafts for the next one above K - SHORT accepted drafts."""
 
 HYSTERESIS = 0.25
-"""...and back to it those who have this much fewer."""
+"""It returns to that tier only when the average is lower by this much."""
 
 
 class TieredDrafter:
-    """Cuts what another drafter may draft to the tier that is in force.
+    """Limits the drafts of another drafter to the current tier.
 
-    model: who drafts
-    tiers: numbers of drafts to choose from; the middle one is the first
+    model: the drafter
+    tiers: numbers of drafts to choose from; it starts with the middle one
     """
 
     name = "tiers"
@@ -41,31 +41,31 @@ class TieredDrafter:
             raise ValueError("tiers are numbers of drafts, at least one of them, all above 0")
         self._model, self._tiers = model, sorted(set(tiers))
         self._at = len(self._tiers) // 2
-        self._average = self.drafts - 1.0  # neither outgrown nor too much
+        self._average = self.drafts - 1.0  # far from both limits
         self._steps = 0
 
     @property
     def drafts(self) -> int:
-        """The number of drafts in force."""
+        """The number of drafts of the current tier."""
         return self._tiers[self._at]
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Introduce the requests."""
+        """Introduce the requests to the drafter."""
         self._model.start(requests)
 
     def stop(self, requests: Sequence[Request]) -> None:
-        """Let the drafter forget them."""
+        """Let the drafter forget the requests."""
         self._model.stop(requests)
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
-        """Return so many drafts for each request."""
+        """Return at most this tier's number of drafts for each request."""
         most = np.minimum(self.drafts, budget.max_drafts)
         return self._model.propose(requests, replace(budget, max_drafts=most))
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn how many were accepted; now and then, move."""
+        """Learn how many drafts were accepted. Every INTERVAL steps, change the tier if needed."""
         self._model.observe(outcomes)
-        # a request's last step is cut short by its end, and says nothing of its drafts
+        # the end of a request cuts its last step short: such a step says nothing about its drafts
         accepted = [
             o.num_accepted_drafts for o in outcomes if o.num_drafts and o.finish_reason is None
         ]
@@ -77,7 +77,7 @@ class TieredDrafter:
             self._move()
 
     def _move(self) -> None:
-        """Go down, else up, as far as the average says. It may be several tiers at once."""
+        """Go down, or else up, by as many tiers as the average requires."""
         before, tiers = self._at, self._tiers
         while self._at and self._average <= tiers[self._at - 1] - SHORT - HYSTERESIS:
             self._at -= 1

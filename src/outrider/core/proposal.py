@@ -274,11 +274,17 @@ class Proposal(Generic[L_co]):
 
     @staticmethod
     def found(
-        tokens: Ints, num_drafts: Ints, parents: Ints, confidences: Floats
+        tokens: Ints, num_drafts: Ints, parents: Ints, confidences: Floats, *, trees: bool = True
     ) -> Proposal[PointMass]:
-        """Return the same as `unclaimed`, unchecked: of arrays that a lookup of ours made."""
+        """Return the same as `unclaimed`, unchecked: of arrays that a lookup of ours made.
+
+        trees: whether drafts may branch
+        """
         laws = (PointMass(),) * len(num_drafts)
-        return _checked(torch.from_numpy(tokens), num_drafts, parents, laws, confidences)
+        made = _checked(torch.from_numpy(tokens), num_drafts, parents, laws, confidences)
+        if not trees:
+            made.__dict__["is_chain"] = True
+        return made
 
     @staticmethod
     @lru_cache(maxsize=512)
@@ -314,18 +320,25 @@ class Proposal(Generic[L_co]):
 
         nodes: [m] which drafts of the whole batch, in rising order
         """
+        laws = (PointMass(),) * self.batch_size
+        if len(nodes) == len(self.parents):  # all of them: the layout stays as well
+            whole: Proposal[PointMass] = object.__new__(Proposal)
+            whole.__dict__.update(self.__dict__, laws=laws)
+            return whole
         owners = self.owners[nodes]
         counts = np.bincount(owners, minlength=self.batch_size)
-        starts = counts.cumsum() - counts
-        place = np.full(len(self.parents) + 1, ROOT)  # the last entry is the root's
-        place[nodes] = np.arange(len(nodes)) - starts[owners]
-        return _checked(
-            self.tokens[torch.from_numpy(nodes)],
-            counts,
-            place[self.above[nodes]],
-            (PointMass(),) * self.batch_size,
-            self.confidences[nodes],
-        )
+        if self.is_chain:  # the first drafts of each chain: their parents stay where they are
+            parents = self.parents[nodes]
+        else:
+            starts = counts.cumsum() - counts
+            place = np.full(len(self.parents) + 1, ROOT)  # the last entry is the root's
+            place[nodes] = np.arange(len(nodes)) - starts[owners]
+            parents = place[self.above[nodes]]
+        made = _checked(_pick(self.tokens, nodes), counts, parents, laws, self.confidences[nodes])
+        made.__dict__["owners"] = owners
+        if self.is_chain:
+            made.__dict__["is_chain"] = True
+        return made
 
     def drafts(self) -> list[Draft[L_co]]:
         """Return the drafts of each request. Waits for the device."""
@@ -364,12 +377,12 @@ class Proposal(Generic[L_co]):
     @lazy
     def owners(self) -> Ints:
         """[M] the request of each draft."""
-        return np.repeat(np.arange(self.batch_size), self.num_drafts)
+        return np.arange(self.batch_size).repeat(self.num_drafts)
 
     @lazy
     def places(self) -> Ints:
         """[M] the index of each draft among its request's."""
-        return np.arange(len(self.parents)) - np.repeat(self.starts[:-1], self.num_drafts)
+        return np.arange(len(self.parents)) - self.starts[self.owners]
 
     @lazy
     def above(self) -> Ints:
@@ -394,10 +407,11 @@ class Proposal(Generic[L_co]):
             at = up[at]
         return depths
 
-    @property
+    @lazy
     def max_depth(self) -> int:
         """D, the most drafts that one request can have accepted."""
-        return int(self.depths.max(initial=0))
+        lengths = self.num_drafts if self.is_chain else self.depths
+        return int(lengths.max(initial=0))
 
     @lazy
     def root_rows(self) -> Ints:
@@ -469,6 +483,13 @@ def _checked(
         tokens=tokens, num_drafts=num_drafts, parents=parents, laws=laws, confidences=confidences
     )
     return made
+
+
+def _pick(tokens: Tensor, nodes: Ints) -> Tensor:
+    """Return these of the tokens. On the host, numpy does it in a fraction of torch's time."""
+    if tokens.device.type == "cpu":
+        return torch.from_numpy(tokens.numpy()[nodes])
+    return tokens[torch.from_numpy(nodes)]
 
 
 def _ranges(begins: Ints, counts: Ints) -> Ints:

@@ -168,9 +168,10 @@ def check(proposal: Proposal[Law], budget: Budget, vocab_size: int) -> None:
     """Raise DraftFault unless the proposal keeps to its budget, the vocabulary and the rule."""
     if len(proposal.num_drafts) != len(budget.max_drafts):
         raise DraftFault(f"{len(proposal.num_drafts)} answers to {len(budget.max_drafts)} requests")
-    over = np.flatnonzero(proposal.num_drafts > budget.max_drafts)
-    if len(over):
-        drafts, allowed = proposal.num_drafts[over[0]], budget.max_drafts[over[0]]
+    over = proposal.num_drafts > budget.max_drafts
+    if over.any():
+        first = int(over.argmax())
+        drafts, allowed = proposal.num_drafts[first], budget.max_drafts[first]
         raise DraftFault(f"{drafts} drafts where {allowed} were allowed")
     if not budget.trees and not proposal.is_chain:
         raise DraftFault("a tree where chains were asked for")
@@ -178,7 +179,8 @@ def check(proposal: Proposal[Law], budget: Budget, vocab_size: int) -> None:
     if tokens.dtype != torch.int64:
         raise DraftFault(f"token ids of type {tokens.dtype}")
     ids = tokens.cpu().numpy()
-    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+    # seen as unsigned, a negative id is above any vocabulary
+    if len(ids) and ids.view(np.uint64).max() >= vocab_size:
         raise DraftFault(f"token ids outside [0, {vocab_size})")
     _check_laws(proposal, budget.rule, vocab_size)
 

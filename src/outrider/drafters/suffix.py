@@ -72,9 +72,12 @@ class SuffixDrafter:
         rows = self._rows_of(requests)
         options = self._width, self._min_vote, budget.trees
         counts, found = self.texts.propose(rows, budget.max_drafts, *options)
-        own = Proposal.found(found.tokens, counts, found.parents, found.sure)
+        parts = found.tokens, counts, found.parents, found.sure
+        own = Proposal.found(*parts, trees=budget.trees)
+        if not self._shared:
+            return own
         lost = (counts == 0) & (budget.max_drafts > 0)
-        if not self._shared or not lost.any():
+        if not lost.any():
             return own
         drafts = own.drafts()
         for r in np.flatnonzero(lost).tolist():
@@ -99,4 +102,4 @@ class SuffixDrafter:
 
     def _rows_of(self, requests: Sequence[Request]) -> Ints:
         rows = self._rows
-        return np.fromiter((rows[request.id] for request in requests), np.int64, len(requests))
+        return np.array([rows[request.id] for request in requests], np.int64)

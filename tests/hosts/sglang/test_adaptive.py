@@ -56,3 +56,14 @@ def test_options_are_checked():
         Drafters.make(
             Profile(drafters={"adaptive": {"no_such": 1}}), ["adaptive"], vocab_size=9, model=None
         )
+
+
+@pytest.mark.parametrize("name", ["row_buckets", "knots"])
+def test_row_buckets_of_the_profile_go_before_those_of_captured_graphs(name):
+    def bucket(options):
+        profile = Profile(drafters={"adaptive": options})
+        made = Drafters.make(profile, ["adaptive"], 9, model=None, row_buckets=[8, 16])
+        return made.control.cost.verify.row_bucket(9)
+
+    assert bucket({}) == 16
+    assert bucket({name: [12, 24]}) == 12

@@ -59,7 +59,7 @@ def test_control_brings_what_it_has_learnt(pair):
 
     def chance():
         known = drafter.acceptance
-        return known.chances("model").of(known.rows(["new"]), np.array([0.97])).item()
+        return known["model"].first.of(known.rows(["new"]), np.array([0.97])).item()
 
     fresh = chance()
     outrider.generate(target, prompts, drafter=drafter, sampling={"max_tokens": 40})

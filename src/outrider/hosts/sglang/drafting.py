@@ -65,12 +65,12 @@ class Drafters:
         vocab_size: int,
         model: SglangDraftModel | None,
         ranks: Ranks | None = None,
-        knots: Sequence[int] = (),
+        row_buckets: Sequence[int] = (),
     ) -> Drafters:
         """Make the drafters of these names, with the profile's options.
 
         ranks: those that run the models; None if there is only one
-        knots: for control: sizes of captured graphs
+        row_buckets: for control: sizes of captured graphs
         """
         control: AdaptiveDrafter | None = None
         guards: dict[str, GuardedDrafter] = {}
@@ -87,8 +87,8 @@ class Drafters:
             options, timeout = dict(profile.drafters.get(name, {})), None
             try:
                 if name == ADAPTIVE:
-                    if knots:
-                        options.setdefault("knots", knots)
+                    if row_buckets and "knots" not in options:  # its former name
+                        options.setdefault("row_buckets", row_buckets)
                     # how far to go is for control to say
                     mine = drafts({"min_survival": 0.0, "siblings": 1})
                     drafter: Drafter

@@ -142,7 +142,7 @@ class Metrics:
             return mean
         if self._control is not None and self._control.verify.has_seen(batch):
             context = sum(request.length for request in outcomes.requests)
-            return float(self._control.table(batch, context)[-1]) + scheduler
+            return float(self._control.table(batch, context, batch)[-1]) + scheduler
         return None
 
     def _add(self, name: str, amount: float, of: str = "") -> None:

@@ -1,0 +1,214 @@
+"""Whether the draft model is worth its passes: for which requests, and how deep.
+
+Two estimates of the model's acceptance are used. The *expected* one decides what a step promises.
+The *optimistic* one decides for whom the model is tried besides: it is higher for requests that
+little is known about, and it grows with each step in which the model is not called. If even 100 %
+acceptance would not pay for the draft passes, the model is not called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from outrider.control.acceptance import Acceptance
+from outrider.control.cost import StepCost
+from outrider.control.plan import Plan
+from outrider.control.policy import best_goodput
+from outrider.control.step import Step
+from outrider.core import Bools, Budget, Drafter, Floats, Ints, Law, Proposal, Request
+
+TRY = 64
+"""While control sleeps, the optimistic estimate is used after so many steps without the model."""
+
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of draft passes that are compared."""
+
+
+class PassingDrafter(Drafter, Protocol):
+    """A drafter that runs passes of a model. The first pass reads the text that is new to it."""
+
+    def unread(self, request: Request) -> int:
+        """Return how many tokens of a request the next pass will read."""
+        ...
+
+    def ready(self, request: Request) -> bool:
+        """Say whether the next pass can draft for a request. If not, it must catch up first."""
+        ...
+
+    def catch_up(self, requests: Sequence[Request]) -> int:
+        """Read a part of the unread text of requests that are not ready. Return its tokens."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Situation:
+    """What is known about a step before the draft model is considered.
+
+    requests: [B]
+    rows: [B] of the requests: see `Acceptance.rows`
+    budget: of the step
+    plan: the drafts of the free drafters
+    seconds: time of a step with so many rows, without drafting
+    """
+
+    requests: Sequence[Request]
+    rows: Ints
+    budget: Budget
+    plan: Plan
+    seconds: Floats
+
+
+class ModelChoice:
+    """Decides when to call the draft model, and calls it.
+
+    name: of the model
+    margin: share by which a step with the model must beat one without
+    """
+
+    def __init__(
+        self,
+        model: PassingDrafter,
+        acceptance: Acceptance,
+        cost: StepCost,
+        margin: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._model, self._acceptance, self._cost = model, acceptance, cost
+        self.name, self._margin, self._clock = model.name, margin, clock
+        self._chances = acceptance.add(model.name, has_prior=True)
+        assert self._chances.prior is not None
+        self._prior = self._chances.prior
+        # steps since the model was last called: for each request, for any, and while asleep
+        self._idle: dict[int, int] = {}
+        self._rest = self._asleep = 0
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self._idle.pop(request.id, None)
+
+    def users(self, now: Situation, without: float, step: Step) -> tuple[float, Ints]:
+        """Return the expected goodput, and the requests that the model should draft for, if any.
+
+        Requests that are not ready catch up, if the model may pay for them later.
+
+        without: goodput without the model
+        """
+        most, batch = now.budget.max_drafts, len(now.requests)
+        unread = np.array([self._model.unread(request) for request in now.requests])
+        optimistic = self._optimistic(now)
+        ready = np.array([self._model.ready(request) for request in now.requests])
+        if not ready.all():
+            # catching up is done once and serves all later steps: it is not charged to this one
+            ones = np.ones(batch, np.int64)
+            wanted = self._best(now, optimistic, without, most, ones, now.seconds)[1]
+            behind = [now.requests[r] for r in np.flatnonzero(wanted & ~ready).tolist()]
+            step.caught_up = self._model.catch_up(behind)
+            most = np.where(ready, most, 0)
+        expected = self._prior.of(now.rows, np.ones(batch))
+        goodput, users = self._best(now, expected, without, most, unread, now.seconds)
+        if not users.all():
+            users = users | self._best(now, optimistic, goodput, most, unread, now.seconds)[1]
+        return goodput, np.flatnonzero(users)
+
+    def should_wake(self, now: Situation, exposed: float) -> bool:
+        """Say whether the model would pay for the waits of a step with drafts.
+
+        The expected acceptance decides. In every TRY-th step asleep, the optimistic one does.
+
+        exposed: seconds that the device waits if drafts are made before a launch
+        """
+        self._asleep += 1
+        batch = len(now.requests)
+        chances, plain = self._optimistic(now), batch / float(now.seconds[batch])
+        if self._asleep < TRY:
+            chances = self._prior.of(now.rows, np.ones(batch))
+        # a step with drafts waits, and so does the step after it
+        seconds, ones = now.seconds + 2 * exposed, np.ones(batch, np.int64)
+        return bool(self._best(now, chances, plain, now.budget.max_drafts, ones, seconds)[1].any())
+
+    def draft(self, now: Situation, users: Ints, goodput: float, step: Step) -> Proposal[Law]:
+        """Let the model draft for these requests, until a further pass is not worth its time."""
+        requests, budget = now.requests, now.budget
+        self._rest = self._asleep = 0
+        for r in users.tolist():
+            self._idle[requests[r].id] = 0
+        most = np.zeros(len(requests), np.int64)
+        most[users] = budget.max_drafts[users]
+        step.unread = sum(self._model.unread(requests[r]) for r in users.tolist())
+        gain = self._least_gain(most, len(users), goodput, step)
+        asked = replace(budget, max_drafts=most, min_gain=gain, chance=self._chance)
+        started = self._clock()
+        proposal = self._model.propose(requests, asked)
+        step.drafted = self._clock() - started
+        step.draft_passes = max(1, proposal.max_depth)  # one pass per depth
+        if not step.caught_up:
+            self._cost.observe_drafting(step.draft_passes, len(users), step.unread, step.drafted)
+        return proposal
+
+    def _least_gain(self, most: Ints, users: int, goodput: float, step: Step) -> float:
+        """Return how many accepted drafts one more pass must promise, over all users.
+
+        A pass takes its own time, and adds one row per user to the target's pass.
+        """
+        table = self._cost.table(step.requests + int(most.sum()), step.context, step.requests)
+        row = (table[-1] - table[step.requests]) / most.sum()
+        gain = goodput * float(self._cost.draft.seconds(users) + users * row)
+        return min(gain, 0.99 * users)  # the first pass is always made
+
+    def _chance(self, request: Request, confidence: float) -> float:
+        """Return the chance of a draft, for the model to decide whether to go on.
+
+        It is never above the model's own confidence: calibration comes from other texts, and may
+        be too high for this one.
+        """
+        rows = self._acceptance.rows([request.id])
+        return min(confidence, float(self._chances.first.of(rows, np.array([confidence]))[0]))
+
+    def _optimistic(self, now: Situation) -> Floats:
+        """Return the optimistic estimate of the model's drafts for each request.
+
+        Call it once in each step: it counts the steps without the model.
+        """
+        self._rest += 1
+        ids = [request.id for request in now.requests]
+        idle = [self._idle.get(id_, self._rest - 1) + 1 for id_ in ids]
+        self._idle.update(zip(ids, idle, strict=True))
+        return self._prior.optimistic(now.rows, np.ones(len(ids)), np.array(idle))
+
+    def _best(
+        self,
+        now: Situation,
+        chances: Floats,
+        goodput: float,
+        most: Ints,
+        unread: Ints,
+        seconds: Floats,
+    ) -> tuple[float, Bools]:
+        """Return the best goodput with the model and its users; nobody if it does not pay.
+
+        chances: [B] of each draft that the model would make for a request
+        goodput: without the model, to be beaten by the margin
+        most: [B] the most drafts
+        unread: [B] tokens that the model must read first
+        seconds: of a step with so many rows, without drafting
+        """
+        batch, owners, survival = len(chances), now.plan.tree.owners, now.plan.survival
+        worth = np.bincount(owners, survival, batch)
+        best, found = goodput * (1 + self._margin), np.zeros(batch, np.bool_)
+        deepest = int(most.max(initial=0))
+        own = chances[:, None] ** np.arange(1, deepest + 1)
+        own[np.arange(deepest) >= most[:, None]] = 0.0
+        for depth in (d for d in DEPTHS if d <= deepest):
+            users = own[:, :depth].sum(1) > worth
+            if not users.any():
+                continue
+            chains = np.concatenate([own[users, :depth].ravel(), survival[~users[owners]]])
+            passes = self._cost.drafting(depth, int(users.sum()), int(unread[users].sum()))
+            promised = best_goodput(chains, batch, seconds + passes)
+            if promised > best:
+                best, found = promised, users
+        return (best if found.any() else goodput), found
