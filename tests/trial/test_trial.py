@@ -413,6 +413,13 @@ def test_a_host_without_deterministic_mode(world):
     assert (world().exit_code, world.started) == (Exit.GOOD, [])
 
 
+def test_a_gpu_that_is_not_there(world):
+    found = world("--device", "cuda")
+    assert found.exit_code == Exit.COULD_NOT_RUN
+    assert "--device cpu" in found.stderr
+    assert not world.out.exists()
+
+
 def test_a_failed_kernel_check(world):
     world.fakes["kernels"] = BROKEN
     assert world().exit_code == Exit.FINDING

@@ -151,7 +151,7 @@ def _speed(
         wanted.concurrencies,
         max_tokens=wanted.max_tokens,
         rounds=1 if wanted.quick else ROUNDS,
-        requests=2,
+        requests=1 if wanted.quick else 2,
         chat=chat,
     )
     tick = ticker("speed", len(plan.cells) * (plan.rounds + 1))

@@ -58,11 +58,10 @@ def run(wanted: Wanted, as_json: bool) -> None:
     console = Console(stderr=True)
     check_flags(wanted.flags)
     sglang_command()
-    wanted.out.mkdir(parents=True, exist_ok=True)
     with _sigterm_interrupts():
         with console.status("looking at models and machine"):
             doctor = _doctor(wanted)
-        device = wanted.device or ("cuda" if doctor["machine"]["device"] != "cpu" else "cpu")
+        device = _device(wanted, doctor)
         known = pairs(device, version("sglang"), wanted.flags)
         trial = Trial(replace(wanted, device=device), provenance(), doctor, known)
         parts = _parts(trial)
@@ -90,10 +89,22 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _device(wanted: Wanted, doctor: dict[str, Any]) -> str:
+    """Return "cuda", of ROCm too, or "cpu". Raises Unsupported for a GPU that is not there."""
+    found = "cpu" if doctor["machine"]["device"] == "cpu" else "cuda"
+    if wanted.device == "cuda" and found == "cpu":
+        raise Unsupported(
+            "torch sees no GPU here",
+            fix="install torch's CUDA or ROCm build, or use --device cpu",
+        )
+    return wanted.device or found
+
+
 def _parts(trial: Trial) -> Parts:
     wanted, made = trial.wanted, trial.provenance
     here = {"device": wanted.device, "gpu": trial.doctor["machine"]["gpu"], "quick": wanted.quick}
-    here |= {"commit": made["commit"], "versions": made["versions"]}
+    commit = str(made["commit"]).removesuffix("-dirty")
+    here |= {"commit": commit, "versions": made["versions"]}
     return Parts(wanted.out / "parts", here, wanted.arguments, wanted.fresh)
 
 

@@ -17,7 +17,7 @@ FLAGS = ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096", "--skip-s
 
 def selftest(out):
     command = [sys.executable, "-m", "outrider", "selftest", "--server"]
-    command += [str(TINY / "target"), str(TINY / "draft"), "--quick", "--requests", "24"]
+    command += [str(TINY / "target"), str(TINY / "draft"), "--quick", "--requests", "16"]
     environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.run(
@@ -42,7 +42,7 @@ def test_the_whole_command(first, out):
     assert found == json.loads((out / "server.json").read_text())
     assert found["kernels"]["passed"]
     answers = found["answers"]["deterministic"]
-    assert answers["requests"] >= 18  # those with long prompts are refused by both
+    assert answers["requests"] >= 10  # those with long prompts are refused by both
     assert answers["identical"] == answers["requests"]
     assert answers["audit"]["greedy"]["drift"]["max"] == 0
     assert answers["audit"]["counts"]["greedy"]["drafted"] > 100
