@@ -75,7 +75,7 @@ def _kernels(kernels: Mapping[str, Any] | None) -> Iterator[str]:
         rows.append([kernel, f"{passed} of {len(own)}"])
     yield table(["kernel", "checks passed"], rows, states)
     if kernels["measurements"]:
-        yield "<p>Their timings are in the JSON, and on the page <code>parts/kernels/selftest.html</code>.</p>"
+        yield "<p>Their timings: <code>parts/kernels/selftest.html</code>, and in the JSON.</p>"
 
 
 def _grade(checks: list[dict[str, Any]]) -> State:
