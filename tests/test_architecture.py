@@ -11,7 +11,7 @@ import pytest
 SRC = Path(__file__).parents[1] / "src"
 # each layer may import itself and what stands before it
 LAYERS = ["core", "kernels", "report", "selftest", "drafters", "control", "hosts", "engines"]
-TOOLS = ["doctor", "explain", "audit", "bench", "tune"]
+TOOLS = ["doctor", "explain", "audit", "bench", "tune", "trial"]
 MAY_IMPORT = {
     "core": {"core"},
     "kernels": {"core", "kernels"},
@@ -26,6 +26,8 @@ MAY_IMPORT = {
     "audit": {"core", "engines", "report", "audit"},
     "bench": {"core", "engines", "report", "audit", "bench"},
     "tune": {"core", "hosts", "engines", "report", "audit", "bench", "tune"},
+    # the kernels' checks and the doctor run as processes of their own
+    "trial": {"core", "engines", "report", "audit", "bench", "trial"},
     "cli": {*LAYERS, *TOOLS, "cli"},
 }
 ENGINES = {"transformers", "sglang", "vllm", "triton"}

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,8 @@ def wrong(page: str) -> list[str]:
             continue
         known = {"--help"} | {name for p in command.params for name in p.opts + p.secondary_opts}
         others = command.context_settings.get("ignore_unknown_options")  # SGLang's, then
-        for word in words[1:]:
+        # what follows -- is passed on to SGLang
+        for word in takewhile(lambda word: word != "--", words[1:]):
             option = word.partition("=")[0]
             if option.startswith("--") and option not in known and not others:
                 found.append(f"outrider {words[0]} {option}")

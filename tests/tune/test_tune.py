@@ -240,6 +240,7 @@ def test_no_more_drafts_than_the_server_allows(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_flags_decide_how_many_drafts_a_server_allows(tmp_path, monkeypatch, flags, said):
+    from outrider.engines import process
     from outrider.tune import server
 
     seen = []
@@ -249,13 +250,14 @@ def test_flags_decide_how_many_drafts_a_server_allows(tmp_path, monkeypatch, fla
 
         def __init__(self, command, **more):
             seen.append(yaml.safe_load(Path(command[command.index("--profile") + 1]).read_text()))
-            more["stdout"].write("error: unrecognized arguments: --no-such-flag")
+            said = "error: unrecognized arguments: --no-such-flag"
+            print(said, file=more["stdout"], flush=True)
 
         def poll(self):
             return 2
 
-    monkeypatch.setattr(server.subprocess, "Popen", Process)
-    monkeypatch.setattr(server, "_stop", lambda process: None)
+    monkeypatch.setattr(process.subprocess, "Popen", Process)
+    monkeypatch.setattr(process, "_stop", lambda process: None)
     context = server.serving(["--model-path", "m", *flags], 12, None, tmp_path / "log")
     with pytest.raises(UsageError, match="unrecognized arguments"), context:
         pass

@@ -12,7 +12,7 @@ from outrider.report import Page, table
 from outrider.report.page import State
 from outrider.report.plots import TEXT, colour, name_ticks, new_figure, svg
 
-__all__ = ["page"]
+__all__ = ["page", "time_bars"]
 
 SERIES = ("--ours", "--host", "--good", "--other", "--bad", "--torch")
 MARKERS = "os^Dv*"
@@ -234,21 +234,26 @@ def _add(to: dict[int, float], more: dict[str, float]) -> None:
 
 def _time(result: Result) -> Iterator[str]:
     called = names(result.engines)
-    found = list(_with_counts(result, "seconds"))
-    if not found:
-        yield "<p>None of the engines tells.</p>"
-        return
-    parts = [p for p in PARTS if any(counts["seconds"].get(p) for _, _, counts in found)]
+    found = [
+        (f"{cell}; {called[e]}", counts["seconds"])
+        for cell, e, counts in _with_counts(result, "seconds")
+    ]
+    yield from time_bars(found) if found else ["<p>None of the engines tells.</p>"]
+
+
+def time_bars(found: Sequence[tuple[str, dict[str, float]]]) -> Iterator[str]:
+    """Yield a bar for each name: its seconds by part of a step."""
+    parts = [p for p in PARTS if any(seconds.get(p) for _, seconds in found)]
     yield "<p class='legend'>"
     for part in parts:
         yield f"<span style='--mark: var({PARTS[part]})'>{escape(SAID[part])}</span>"
     yield "</p>"
-    for cell, e, counts in found:
-        total = sum(counts["seconds"].values()) or 1.0
-        yield f"<p class='bar-name'>{escape(str(cell))}; {escape(called[e])}</p>"
+    for name, seconds in found:
+        total = sum(seconds.values()) or 1.0
+        yield f"<p class='bar-name'>{escape(name)}</p>"
         yield "<p class='bar'>"
         for part in parts:
-            share = counts["seconds"].get(part, 0) / total
+            share = seconds.get(part, 0) / total
             yield (
                 f"<span style='--share: {share:.4f}; --mark: var({PARTS[part]})' "
                 f"title='{escape(SAID[part])}: {share:.1%}'>{f'{share:.0%}' * (share >= 0.06)}"

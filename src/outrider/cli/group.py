@@ -9,12 +9,12 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from outrider.errors import OutriderError, UsageError
 from outrider.report.console import Exit, complain
 
-__all__ = ["Commands"]
+__all__ = ["Commands", "PassesOn", "passed_on"]
 
 EXTRAS = {
     "matplotlib": "tools",
@@ -24,6 +24,25 @@ EXTRAS = {
     "transformers": "transformers",
 }
 """The extra of `pip install 'outrider[EXTRA]'` that brings a package."""
+
+
+PASSED_ON = "outrider.passed_on"
+
+
+class PassesOn(TyperCommand):
+    """A command with arguments of its own that passes on what follows `--`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep what follows `--` apart: else it would count as an argument that was left out."""
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[PASSED_ON] = tuple(args[at + 1 :])
+        return list(super().parse_args(ctx, args[:at]))
+
+
+def passed_on(context: typer.Context) -> tuple[str, ...]:
+    """Return what followed `--`."""
+    found: tuple[str, ...] = context.meta.get(PASSED_ON, ())
+    return found
 
 
 class Commands(TyperGroup):

@@ -12,7 +12,7 @@ from typing import Annotated, Optional, TypeVar
 import typer
 
 from outrider import __version__
-from outrider.cli.group import Commands
+from outrider.cli.group import Commands, PassesOn, passed_on
 from outrider.errors import UsageError
 
 app = typer.Typer(
@@ -153,24 +153,63 @@ class Device(str, Enum):
     cpu = "cpu"
 
 
-@app.command()
+@app.command(cls=PassesOn)
 def selftest(
+    context: typer.Context,
+    target: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="With --server: a model, its directory or a Hugging Face name."),
+    ] = None,
+    draft: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="With --server: a smaller model that drafts for it; else n-grams do."),
+    ] = None,
+    server: Annotated[
+        bool,
+        typer.Option(
+            "--server",
+            help="Then start bare SGLang and SGLang with Outrider here: same answers? How fast? "
+            "What follows -- is for these servers: -- --tp-size 2.",
+        ),
+    ] = False,
+    requests: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="With --server: how many are compared; 200."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="With --server: do finished parts again.")
+    ] = False,
     device: Annotated[
         Optional[Device],  # noqa: UP045
         typer.Option(help="cuda, ROCm too, or cpu: Triton's interpreter. A GPU if there is one."),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="Where selftest.json and selftest.html are written.")
+        Path,
+        typer.Option(help="Where selftest.json and selftest.html are written; server.* too."),
     ] = Path("outrider-selftest"),
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes, shorter answers.")] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print the JSON document instead of a table.")
     ] = False,
 ) -> None:
     """Prove the Triton kernels on this machine, and measure them; see docs/selftest.md."""
+    where, flags = device.value if device else None, passed_on(context)
+    if server:
+        from outrider.trial.plan import Wanted
+        from outrider.trial.run import run as run_servers
+
+        if target is None:
+            raise UsageError("--server without TARGET", fix="name a model to serve")
+        wanted = Wanted(target, draft, requests or 200, quick, where, flags, out, fresh)
+        run_servers(wanted, json)
+        return
+    if target is not None or requests is not None or fresh or flags:
+        raise UsageError(
+            "TARGET, --requests, --fresh or SGLang's options without --server", fix="add --server"
+        )
     from outrider.selftest.run import run
 
-    run(device.value if device else None, out, quick, json)
+    run(where, out, quick, json)
 
 
 class Dtype(str, Enum):

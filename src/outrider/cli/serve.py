@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from outrider.engines.process import sglang_command
 from outrider.errors import Unsupported, UsageError
 
 
 def run(profile: Path | None, arguments: Sequence[str]) -> None:
     """Check the profile and become `python -m sglang.launch_server`."""
     # before the profile, whose check needs torch
-    if importlib.util.find_spec("sglang") is None:
-        raise Unsupported("SGLang is not installed here", fix="pip install sglang==0.5.23")
+    command = sglang_command()
     from outrider.hosts.sglang.profile import CONFIG_VARIABLE, load_profile
 
     environment = dict(os.environ)
@@ -25,6 +24,5 @@ def run(profile: Path | None, arguments: Sequence[str]) -> None:
         except Unsupported as error:
             raise UsageError(error.what, fix=error.fix) from error
         environment[CONFIG_VARIABLE] = str(profile.resolve())
-    command = [sys.executable, "-m", "sglang.launch_server"]
     command += ["--speculative-algorithm", "OUTRIDER", *arguments]
     os.execve(sys.executable, command, environment)

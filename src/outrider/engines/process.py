@@ -1,0 +1,121 @@
+"""Servers as child processes: started on a port of their own, and always ended with their group."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import Unsupported, UsageError
+
+__all__ = ["child", "serving", "sglang_command", "tail"]
+
+START = 600.0
+"""Seconds that a server may take to load."""
+
+
+def sglang_command() -> list[str]:
+    """Return how SGLang's server is started here. Raises Unsupported where there is none."""
+    if importlib.util.find_spec("sglang") is None:
+        raise Unsupported("SGLang is not installed here", fix="pip install sglang==0.5.23")
+    return [sys.executable, "-m", "sglang.launch_server"]
+
+
+@contextmanager
+def serving(
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    limit: float = START,
+) -> Iterator[str]:
+    """Start a server with its counters on, yield its address when it answers, and end it.
+
+    log: where its output goes
+    limit: seconds that it may take to load
+    """
+    port = _free_port()
+    command = [*command, "--host", "127.0.0.1", "--port", str(port), "--enable-metrics"]
+    with (
+        log.open("w") as out,
+        child(command, stdout=out, stderr=subprocess.STDOUT, env=environment) as process,
+    ):
+        url = f"http://127.0.0.1:{port}"
+        _wait(url, process, log, limit)
+        yield url
+
+
+@contextmanager
+def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process in a group of its own, and end the group however this block ends."""
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        try:
+            _stop(process)
+        except BaseException:  # Ctrl-C twice
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def tail(log: Path, lines: int) -> list[str]:
+    """Return the last lines of a log that say something."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return [line[:300] for line in text.splitlines() if line.strip()][-lines:]
+
+
+def _free_port() -> int:
+    """Return a port that nobody has; SGLang takes one 10,000 above it too.
+
+    Both below 32,768: from there on clients get theirs, and may take it while the server loads.
+    """
+    for port in range(20_000, 22_000, 7):
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)):
+                return port
+    raise Unsupported("no free port", fix="end a server, or name a running one")
+
+
+def _wait(url: str, process: subprocess.Popen[bytes], log: Path, limit: float) -> None:
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if (code := process.poll()) is not None:
+            why = "; ".join(tail(log, 3))
+            # argparse's code and ours: an option or the profile cannot be understood
+            kind = UsageError if code == 2 else Unsupported
+            raise kind(f"the server did not start: {why}", fix=f"all of it is in {log}")
+        with suppress(OSError), urllib.request.urlopen(url + "/health", timeout=5):
+            return
+        time.sleep(0.5)
+    raise Unsupported(f"no answer from the server in {limit:.0f} s", fix=f"look into {log}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its children: they are a group of their own."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        # the others need a moment; as zombies that nobody reaps they may stay for good
+        deadline = time.monotonic() + 2
+        while _group_lives(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
