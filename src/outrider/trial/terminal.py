@@ -73,9 +73,10 @@ def show(trial: Trial, console: Console) -> None:
         console.print(f"kernels: {trial.kernels['verdict']}")
     for name, judged in trial.judged.items():
         console.print(printable(f"{name}: {judged.verdict}"), markup=False)
-    heads = ("servers", "at once", "bare, tokens/s", "ours, tokens/s", "times bare",
-             "host, ms", "device, ms")  # fmt: skip
-    rows = Table(*heads, box=None, pad_edge=False)
+    rows = Table(box=None, pad_edge=False)
+    rows.add_column("servers", no_wrap=True, min_width=14)
+    for head in ("at once", "bare, tokens/s", "ours", "times bare", "host, ms a step", "device"):
+        rows.add_column(head)
     keys = ("bare_tokens_per_second", "ours_tokens_per_second", "times_bare",
             "host_ms_per_step", "device_ms_per_step")  # fmt: skip
     for one in trial.speeds():
