@@ -282,3 +282,10 @@ def test_a_jump_in_context_is_learnt_at_once():
     assert cost.slope.value == pytest.approx(READ, rel=0.2)
     expected = FIXED + 48 * ROW + READ * 1_500_000  # never seen with so many rows
     assert cost.table(48, 500_000, 16)[48] == pytest.approx(expected, rel=0.2)
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_a_plain_step_is_the_table_at_one_row_per_request(each):
+    cost = stock_cost()
+    cost.reads_each_row = each
+    assert cost.plain(60_000, 4) == cost.table(12, 60_000, 4)[4]
