@@ -64,8 +64,8 @@ def test_logits_on_a_coarse_grid_tie(audit):
 def test_a_biased_law_is_wrong(audit, rule, top_p):
     """These are right when greedy: only sampling shows them."""
 
-    def biased(p, q, wish, coins):
-        return (rule if wish.temperature else exact)(p, q, wish, coins)
+    def biased(p, q, query, coins):
+        return (rule if query.temperature else exact)(p, q, query, coins)
 
     result = audit(Toy(biased), samples=150, top_p=top_p)
     assert result.greedy.identical == 12
@@ -88,8 +88,8 @@ def test_tolerance_can_be_given(audit):
 class Restless(Toy):
     """Answers otherwise each time, as an engine does that samples when asked to be greedy."""
 
-    def answer(self, wish):
-        return super().answer(replace(wish, prompt=f"{wish.prompt} {len(self.asked)}"))
+    def answer(self, query):
+        return super().answer(replace(query, prompt=f"{query.prompt} {len(self.asked)}"))
 
 
 def test_plain_that_does_not_agree_with_itself(audit):
@@ -101,9 +101,9 @@ def test_plain_that_does_not_agree_with_itself(audit):
 
 def test_plain_that_ties_with_itself_is_noted(audit):
     class Batchy(Toy):
-        def answer(self, wish):
+        def answer(self, query):
             self.noise = 0.0 if len(self.asked) <= 12 else 0.05
-            return super().answer(wish)
+            return super().answer(query)
 
     result = audit(Toy(), Batchy(drafts=False), max_tokens=60)
     assert result.verdict == SAME
@@ -120,7 +120,7 @@ def test_without_logprobs_a_difference_is_not_decided(audit):
 def test_an_engine_that_refuses_logprobs_is_asked_without(audit):
     plain = Toy(drafts=False)
     result = audit(Toy(refuse=True), plain, samples=60)
-    assert {wish.logprobs for wish in plain.asked} == {5, 1}
+    assert {query.logprobs for query in plain.asked} == {5, 1}
     assert result.verdict == SAME
     assert result.law.tests
     assert not result.greedy.drifts
@@ -140,9 +140,9 @@ def test_speculation_must_take_part(audit):
 
 def test_what_is_kept_beside_the_tokens(audit):
     class Miscounting(Toy):
-        def answer(self, wish):
-            told = super().answer(wish)
-            return replace(told, count=told.count + (wish.prompt == "prompt 3"))
+        def answer(self, query):
+            told = super().answer(query)
+            return replace(told, count=told.count + (query.prompt == "prompt 3"))
 
     result = audit(Miscounting())
     assert result.verdict == CHANGED
@@ -153,8 +153,8 @@ def test_a_wrong_cache_shows_in_the_noise(audit):
     """Logits far off, and yet no answer differs: the verdict is about answers, a note says more."""
 
     class WrongCache(Toy):
-        def answer(self, wish):
-            told = super().answer(wish)
+        def answer(self, query):
+            told = super().answer(query)
             shifted = tuple(
                 replace(t, top=(t.top[0], *((w, v - 1) for w, v in t.top[1:]))) for t in told.tokens
             )

@@ -8,7 +8,7 @@ import pytest
 from toy import Toy, argmax_as_sampled, exact, greedy, no_top_p
 
 from outrider.audit.law import SIGNIFICANT, compare_laws, detectable
-from outrider.engines import Answer, Token, Wish
+from outrider.engines import Answer, Query, Token
 
 PROMPTS = ["pick", "choose", "name", "take"]
 
@@ -17,7 +17,9 @@ def answers(toy, count, seed, **more):
     coins = random.Random(seed)
     sampling = {"temperature": 1.0, "logprobs": 1, "max_tokens": 4, **more}
     return {
-        n: [toy.answer(Wish(prompt, seed=coins.randrange(2**31), **sampling)) for _ in range(count)]
+        n: [
+            toy.answer(Query(prompt, seed=coins.randrange(2**31), **sampling)) for _ in range(count)
+        ]
         for n, prompt in enumerate(PROMPTS)
     }
 

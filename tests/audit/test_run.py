@@ -81,7 +81,7 @@ def test_prompts_from_a_file(run, engines, tmp_path):
         engines["spec"].asked.clear()
         done = run("plain", "spec", "--samples", 0, "--prompts", tmp_path / name, *count)
         assert done.exit_code == 4, done.output
-        assert [wish.prompt for wish in engines["spec"].asked] == expected
+        assert [query.prompt for query in engines["spec"].asked] == expected
 
 
 def test_few_tokens_are_not_enough_evidence(run, engines, written, tmp_path):

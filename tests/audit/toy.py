@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
-from outrider.engines import Answer, Counts, Refused, Token, Wish
+from outrider.engines import Answer, Counts, Query, Refused, Token
 from outrider.errors import Unsupported
 
 WORDS = [" red", " green", " blue", " white", " black", " grey", " pink", " gold"]
@@ -39,28 +39,28 @@ def draw(p: Row, coins: random.Random) -> int:
     return coins.choices(range(len(p)), p)[0]
 
 
-# Rules: (target's logits, draft's logits, wish, coins, steps so far) -> the next token
+# Rules: (target's logits, draft's logits, query, coins, steps so far) -> the next token
 
 
-def exact(p: Row, q: Row, wish: Wish, coins: random.Random) -> int:
-    if wish.temperature == 0:
+def exact(p: Row, q: Row, query: Query, coins: random.Random) -> int:
+    if query.temperature == 0:
         return p.index(max(p))
-    return draw(softmax(p, wish.temperature, wish.top_p), coins)
+    return draw(softmax(p, query.temperature, query.top_p), coins)
 
 
-def greedy(p: Row, q: Row, wish: Wish, coins: random.Random) -> int:
+def greedy(p: Row, q: Row, query: Query, coins: random.Random) -> int:
     """Takes the most likely token whatever the temperature."""
     return p.index(max(p))
 
 
-def no_top_p(p: Row, q: Row, wish: Wish, coins: random.Random) -> int:
+def no_top_p(p: Row, q: Row, query: Query, coins: random.Random) -> int:
     """Forgets top-p."""
-    return draw(softmax(p, wish.temperature), coins)
+    return draw(softmax(p, query.temperature), coins)
 
 
-def argmax_as_sampled(p: Row, q: Row, wish: Wish, coins: random.Random) -> int:
+def argmax_as_sampled(p: Row, q: Row, query: Query, coins: random.Random) -> int:
     """Tests the draft's most likely token as if it had been drawn from q."""
-    ps, qs = softmax(p, wish.temperature), softmax(q, wish.temperature)
+    ps, qs = softmax(p, query.temperature), softmax(q, query.temperature)
     x = q.index(max(q))
     if coins.random() < ps[x] / qs[x]:
         return x
@@ -68,13 +68,13 @@ def argmax_as_sampled(p: Row, q: Row, wish: Wish, coins: random.Random) -> int:
     return draw(left, coins)
 
 
-def top_two(p: Row, q: Row, wish: Wish, coins: random.Random) -> int:
+def top_two(p: Row, q: Row, query: Query, coins: random.Random) -> int:
     """Takes a draft that is among the target's two best."""
     x = q.index(max(q))
-    return x if x in sorted(range(len(p)), key=lambda i: -p[i])[:2] else exact(p, q, wish, coins)
+    return x if x in sorted(range(len(p)), key=lambda i: -p[i])[:2] else exact(p, q, query, coins)
 
 
-Rule = Callable[[Row, Row, Wish, random.Random], int]
+Rule = Callable[[Row, Row, Query, random.Random], int]
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Toy:
 
     noise: how far its logits may be off, after the first token
     grid: logits are rounded to multiples of it, as in half precision
-    fail: called before each wish with how many were answered
+    fail: called before each query with how many were answered
     refuse: whether to refuse logprobs
     room: for the letters of a prompt and the tokens of its answer
     """
@@ -97,48 +97,48 @@ class Toy:
     refuse: bool = False
     room: int = 1_000_000
     spec: str = "toy"
-    asked: list[Wish] = field(default_factory=list)
+    asked: list[Query] = field(default_factory=list)
 
-    def answer(self, wish: Wish) -> Answer:
-        coins = random.Random(wish.seed if wish.seed is not None else wish.prompt)
-        shaken = random.Random(f"noise {wish.prompt}")
+    def answer(self, query: Query) -> Answer:
+        coins = random.Random(query.seed if query.seed is not None else query.prompt)
+        shaken = random.Random(f"noise {query.prompt}")
         words: list[str] = []
         tokens = []
-        for _ in range(wish.max_tokens):
-            p, q = (logits(model, wish.prompt, tuple(words[-3:])) for model in (0, 1))
+        for _ in range(query.max_tokens):
+            p, q = (logits(model, query.prompt, tuple(words[-3:])) for model in (0, 1))
             if words and self.noise:
                 p = [value + shaken.uniform(-self.noise, self.noise) for value in p]
             if self.grid:
                 p = [round(value / self.grid) * self.grid for value in p]
-            i = (self.rule if words else exact)(p, q, wish, coins)
+            i = (self.rule if words else exact)(p, q, query, coins)
             words.append(WORDS[i])
             top = sorted(zip(WORDS, map(math.log, softmax(p)), strict=True), key=lambda t: -t[1])
-            told = dict(top)[words[-1]], tuple(top[: wish.logprobs or 0])
+            told = dict(top)[words[-1]], tuple(top[: query.logprobs or 0])
             tokens.append(Token(words[-1], *told) if self.tell else Token(words[-1]))
-        known = tuple(tokens) if wish.logprobs is not None else ()
+        known = tuple(tokens) if query.logprobs is not None else ()
         return Answer("".join(words), known, len(words), "length", ((0.0, 0.0), (1.0, 1.0)))
 
-    def ask(self, wishes, concurrency=1, *, stream=False, rate=None, heard=None, refused=None):
+    def ask(self, queries, concurrency=1, *, stream=False, rate=None, heard=None, refused=None):
         answers = []
-        for number, wish in enumerate(wishes):
-            if len(wish.prompt) + wish.max_tokens > self.room:
+        for number, query in enumerate(queries):
+            if len(query.prompt) + query.max_tokens > self.room:
                 error = Refused("too long", fix="shorten it")
                 if refused is None:
                     raise error
                 refused(number, error)
                 continue
-            if self.refuse and wish.logprobs is not None:
+            if self.refuse and query.logprobs is not None:
                 raise Unsupported("no logprobs here", fix="ask for none")
-            if wish.max_tokens > 1:  # an audit's first question only tries whether it may ask
+            if query.max_tokens > 1:  # an audit's first question only tries whether it may ask
                 self.fail(len(self.asked))
-                self.asked.append(wish)
-            answers.append(self.answer(wish))
+                self.asked.append(query)
+            answers.append(self.answer(query))
             if heard is not None:
                 heard(number, answers[-1])
         return answers
 
     def counts(self):
-        drafted = sum(wish.max_tokens for wish in self.asked) if self.drafts else 0
+        drafted = sum(query.max_tokens for query in self.asked) if self.drafts else 0
         return Counts(drafted=drafted, accepted=drafted // 2)
 
     def facts(self):

@@ -15,7 +15,7 @@ from outrider.bench.measure import Cell, Parity, Plan, speed_of
 from outrider.bench.result import Result, compared, load_result, names
 from outrider.bench.workloads import KINDS, prompts
 from outrider.cli.main import app
-from outrider.engines import Answer, Counts, Token, Wish
+from outrider.engines import Answer, Counts, Query, Token
 from outrider.errors import Unsupported
 
 
@@ -31,7 +31,7 @@ class Fake:
         self.spec, self.said, self.seconds, self.stop_after = spec, said, seconds, stop_after
         self._counts, self.asked, self.closed = counts, 0, False
 
-    def ask(self, wishes, concurrency=1, *, stream=False, rate=None, heard=None):
+    def ask(self, queries, concurrency=1, *, stream=False, rate=None, heard=None):
         self.asked += 1
         if self.stop_after is not None and self.asked > self.stop_after:
             raise KeyboardInterrupt
@@ -39,7 +39,7 @@ class Fake:
         each = 1 + self.seconds  # one after the other
         return [
             answer(self.said, n * each, n * each + 1, n * each + each, 3, tokens)
-            for n in range(len(wishes))
+            for n in range(len(queries))
         ]
 
     def counts(self):
@@ -160,9 +160,9 @@ def test_a_difference_that_does_not_come_again_is_judged_by_plain(firsts, verdic
     told = answer("a b", logprobs=tokens)
     engines = [Fake(said="unasked"), Fake(said="unasked")]
     for engine in engines:
-        engine.ask = lambda wishes, concurrency: [told]
+        engine.ask = lambda queries, concurrency: [told]
     pair = tuple([answer(text)] for text in firsts)
-    found = bench._parity(*engines, [Wish("p")], 1, pair)
+    found = bench._parity(*engines, [Query("p")], 1, pair)
     assert found == Parity(1, 0, verdicts)
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from outrider.engines import Counts, Wish, open_engine
+from outrider.engines import Counts, Query, open_engine
 from outrider.engines.server import parse_metrics
 from outrider.errors import Unsupported
 
@@ -125,8 +125,8 @@ def test_a_reply_is_read_in_every_shape(url, chat, stream):
     engine = open_engine(url)
     logprobs = None if stream else 2
     heard = []
-    wishes = [Wish(f"number {n}", chat=chat, logprobs=logprobs, seed=n) for n in range(4)]
-    answers = engine.ask(wishes, 2, stream=stream, heard=lambda n, a: heard.append(n))
+    queries = [Query(f"number {n}", chat=chat, logprobs=logprobs, seed=n) for n in range(4)]
+    answers = engine.ask(queries, 2, stream=stream, heard=lambda n, a: heard.append(n))
     assert sorted(heard) == [0, 1, 2, 3]
     for answer in answers:
         assert (answer.text, answer.count) == ("one two three", 3)
@@ -138,15 +138,15 @@ def test_a_reply_is_read_in_every_shape(url, chat, stream):
 
 
 def test_wishes_for_outrider_and_any_field_reach_the_body(url):
-    open_engine(f"{url}#drafter=suffix,max_drafts=3").ask([Wish("a")])
+    open_engine(f"{url}#drafter=suffix,max_drafts=3").ask([Query("a")])
     assert Fake.bodies[-1]["custom_params"] == {"outrider": {"drafter": "suffix", "max_drafts": 3}}
     assert Fake.bodies[-1]["cache_salt"] == "outrider drafter=suffix,max_drafts=3"
     other = open_engine(url).variant({"max_drafts": 0}, salt="all")
-    other.ask([Wish("a")])
+    other.ask([Query("a")])
     assert Fake.bodies[-1]["custom_params"] == {"outrider": {"max_drafts": 0}}
     assert Fake.bodies[-1]["cache_salt"] == "outrider all"
     assert other.spec == f"{url}#max_drafts=0"
-    open_engine(f'{url}/v1#{{"cache_prompt": false}}').ask([Wish("a")])
+    open_engine(f'{url}/v1#{{"cache_prompt": false}}').ask([Query("a")])
     assert Fake.bodies[-1]["cache_prompt"] is False
     assert "custom_params" not in Fake.bodies[-1]
 
@@ -169,7 +169,7 @@ def test_a_server_may_want_a_key(url, monkeypatch):
         open_engine(url)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     engine = open_engine(url)
-    assert engine.ask([Wish("a", False, 3)])[0].count == 3
+    assert engine.ask([Query("a", False, 3)])[0].count == 3
     assert engine.counts() is not None
 
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_asked_says_what_to_do(url):
     with pytest.raises(Unsupported, match="choose one of m"):
         open_engine(f"{url}#model=other")
     with pytest.raises(Unsupported, match="thirteen is refused"):
-        open_engine(url).ask([Wish("a", max_tokens=13)])
+        open_engine(url).ask([Query("a", max_tokens=13)])
     with pytest.raises(Unsupported, match="OpenAI-compatible"):
         open_engine(f"{url}/wrong")
     for spec in ("localhost:30000", "transformers:", "sglang:x", f"{url}#drafter", f"{url}#{{"):
@@ -194,11 +194,11 @@ MODES += ["#draft={draft},drafter=adaptive"]
 def test_all_modes_of_transformers_say_the_same(model_dir):
     target, draft = model_dir("tiny-target"), model_dir("tiny-draft")
     prompts = ["On a misty morning, an outrider rode out", "At the bridge the toll-keeper"]
-    wishes = [Wish(text, chat=False, max_tokens=24, logprobs=2) for text in prompts]
+    queries = [Query(text, chat=False, max_tokens=24, logprobs=2) for text in prompts]
     said = []
     for mode in MODES:
         engine = open_engine(f"transformers:{target}{mode.format(draft=draft)}")
-        answers = engine.ask(wishes, 2)
+        answers = engine.ask(queries, 2)
         said.append([[token.text for token in a.tokens] for a in answers])
         assert all(len(a.tokens) == a.count == 24 for a in answers)
         assert all(t.logprob == pytest.approx(t.top[0][1]) for a in answers for t in a.tokens)
@@ -209,7 +209,7 @@ def test_all_modes_of_transformers_say_the_same(model_dir):
             assert counts.request_steps == counts.rows - counts.drafted
     assert all(one == said[0] for one in said)
     other = engine.variant({"drafter": "none", "max_drafts": 0})
-    again = other.ask(wishes, 2)
+    again = other.ask(queries, 2)
     assert [[token.text for token in a.tokens] for a in again] == said[0]
     assert other.counts().drafted == 0 < engine.counts().emitted
 
@@ -237,6 +237,6 @@ def test_adaptive_has_the_draft_model_and_keeps_what_it_learns(model_dir):
     with_model = open_engine(spec)
     engine = with_model.variant({"drafter": "adaptive", "max_drafts": 6})
     assert engine._quantized is with_model._quantized  # one copy for all
-    wishes = [Wish("At the bridge the toll-keeper", chat=False, max_tokens=24)]
-    engine.ask(wishes)
+    queries = [Query("At the bridge the toll-keeper", chat=False, max_tokens=24)]
+    engine.ask(queries)
     assert engine._drafter.cost.draft.is_known

@@ -14,7 +14,7 @@ from rich.console import Console
 from outrider.explain import in_process
 from outrider.explain.label import label, visible
 from outrider.explain.page import page
-from outrider.explain.recording import Wishes
+from outrider.explain.recording import ExplainOptions
 from outrider.explain.terminal import show
 from outrider.explain.tree import picture
 from outrider.explain.walk import make_walk
@@ -61,8 +61,8 @@ def nasty(lists):
 
 @pytest.fixture(scope="module")
 def tiny():
-    wishes = Wishes(PROMPT, max_tokens=60, max_drafts=5)
-    return make_walk(*in_process.record(wishes, lambda _: None), {"date": "2026-01-01"})
+    options = ExplainOptions(PROMPT, max_tokens=60, max_drafts=5)
+    return make_walk(*in_process.record(options, lambda _: None), {"date": "2026-01-01"})
 
 
 def test_well_formed_and_self_contained(tiny):

@@ -14,7 +14,7 @@ import pytest
 from recordings import PROMPT
 
 from outrider.errors import Unsupported
-from outrider.explain.recording import Wishes
+from outrider.explain.recording import ExplainOptions
 from outrider.explain.server import record
 from outrider.explain.walk import make_walk
 
@@ -93,7 +93,7 @@ def sglang(tokenizer):
 
 
 def ask(server, **more):
-    return record(Wishes(PROMPT, **more), server.url, lambda _: None)
+    return record(ExplainOptions(PROMPT, **more), server.url, lambda _: None)
 
 
 def test_walk_of_a_server(sglang):
@@ -154,7 +154,7 @@ def test_interrupted_walks_end_with_what_there_is(sglang):
             assert count == 1
             signal.raise_signal(signal.SIGINT)
 
-    found, decode = record(Wishes(PROMPT), sglang.url, interrupt)
+    found, decode = record(ExplainOptions(PROMPT), sglang.url, interrupt)
     paths = [path for path, _ in sglang.asked]
     assert paths[-2:] == ["/generate", "/abort_request"]
     assert sglang.asked[-1][1]["rid"] == sglang.asked[-2][1]["rid"]
@@ -171,7 +171,7 @@ def test_a_second_interrupt_leaves(sglang):
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        record(Wishes(PROMPT), sglang.url, interrupt)
+        record(ExplainOptions(PROMPT), sglang.url, interrupt)
 
 
 def without(**changes):
@@ -211,9 +211,9 @@ def test_errors_say_what_to_do(sglang, path, reply, says):
 
 def test_nobody_there(sglang):
     with pytest.raises(Unsupported, match=r"no server answers .*; start one"):
-        record(Wishes(PROMPT), "http://127.0.0.1:9", lambda _: None)
+        record(ExplainOptions(PROMPT), "http://127.0.0.1:9", lambda _: None)
     with pytest.raises(Unsupported, match="write it as http"):
-        record(Wishes(PROMPT), "localhost:30000", lambda _: None)
+        record(ExplainOptions(PROMPT), "localhost:30000", lambda _: None)
 
 
 def test_another_model(sglang):

@@ -10,7 +10,7 @@ import pytest
 from recordings import PROMPT, TREE, letters, recording, step
 
 from outrider.explain import in_process
-from outrider.explain.recording import Wishes
+from outrider.explain.recording import ExplainOptions
 from outrider.explain.walk import Walk, make_walk
 
 
@@ -22,8 +22,8 @@ def tiny():
     def record(drafter: str, **more):
         key = (drafter, *more.items())
         if key not in made:
-            wishes = Wishes(PROMPT, drafter=drafter, max_tokens=60, max_drafts=5, **more)
-            made[key] = in_process.record(wishes, lambda _: None)
+            options = ExplainOptions(PROMPT, drafter=drafter, max_tokens=60, max_drafts=5, **more)
+            made[key] = in_process.record(options, lambda _: None)
         return made[key]
 
     return record

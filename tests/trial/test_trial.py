@@ -20,7 +20,7 @@ from outrider.engines.process import child, serving
 from outrider.errors import Unsupported, UsageError
 from outrider.report.console import Exit
 from outrider.trial import run as command
-from outrider.trial.ask import LOADS, ask, examine, loads, phases, read_answers, wishes
+from outrider.trial.ask import LOADS, ask, examine, loads, phases, queries, read_answers
 from outrider.trial.page import page
 from outrider.trial.parts import KERNELS, Parts
 from outrider.trial.plan import DETERMINISTIC, Pair, Wanted, check_flags, pairs
@@ -57,19 +57,19 @@ class Fake:
         self.drafted, self.seen, self.batches = drafted, 0, []
 
     def ask(self, asked, concurrency=1, *, stream=False, rate=None, heard=None, refused=None):
-        self.batches.append((concurrency, [wish.temperature > 0 for wish in asked]))
+        self.batches.append((concurrency, [query.temperature > 0 for query in asked]))
         answers = []
-        for place, wish in enumerate(asked):
-            if (wish.chat and not self.template) or any(w in wish.prompt for w in self.refuses):
+        for place, query in enumerate(asked):
+            if (query.chat and not self.template) or any(w in query.prompt for w in self.refuses):
                 error = Refused("too long", fix="shorten it")
                 if refused is None:
                     raise error
                 refused(place, error)
                 continue
             self.seen += 1
-            text = self.changes(self.seen, f"{wish.prompt[:20]} {wish.seed} and so on")
+            text = self.changes(self.seen, f"{query.prompt[:20]} {query.seed} and so on")
             tokens = tuple(Token(w, -0.1, ((w, -0.1), ("?", -9.0))) for w in text.split())
-            told = tokens if wish.logprobs else ()
+            told = tokens if query.logprobs else ()
             times = ((0.0, 0.0), (1.0, 1.0), (2.0, float(len(tokens))))
             answers.append(Answer(text, told, len(tokens), "stop", times))
             if heard is not None:
@@ -126,25 +126,25 @@ def test_every_load_has_its_share():
 
 def test_requests_of_different_kinds_never_share_a_batch():
     """Bare SGLang's coins depend on whether a neighbour has top-k or top-p."""
-    asked = wishes(200, True, 8, True)
+    asked = queries(200, True, 8, True)
     kinds = [{(asked[n].temperature > 0, asked[n].top_p < 1) for n in p} for p in phases(asked)]
     assert kinds == [{(False, False)}, {(True, False)}, {(True, True)}]
     assert sorted(n for phase in phases(asked) for n in phase) == list(range(200))
-    seeds = [wish.seed for wish in asked if wish.temperature > 0]
+    seeds = [query.seed for query in asked if query.temperature > 0]
     assert len(set(seeds)) == len(seeds) == 100
-    assert sum(wish.logprobs is not None for wish in asked) == 50
+    assert sum(query.logprobs is not None for query in asked) == 50
     server = Fake()
     ask(server, asked, lambda: None)
     assert all(len(set(batch)) == 1 for _, batch in server.batches)
 
 
 def test_without_determinism_every_request_tells_its_logprobs():
-    asked = wishes(400, False, 8, False)
-    assert all(wish.logprobs and wish.temperature == 0 for wish in asked)
+    asked = queries(400, False, 8, False)
+    assert all(query.logprobs and query.temperature == 0 for query in asked)
 
 
 def test_answers_survive_their_file():
-    asked = wishes(24, True, 8, True)
+    asked = queries(24, True, 8, True)
     answers, _ = ask(Fake(), asked, lambda: None)
     found = read_answers(said(Fake(), False)["answers"])
     assert {n: replace(one, arrivals=()) for n, one in answers.items()} == found

@@ -40,31 +40,31 @@ SPEEDS = {
 class World:
     """Answers as fast as its table says, give or take some noise, on a clock of its own."""
 
-    def __init__(self, speeds=SPEEDS, noise=0.0, wishes=None, clock=None, has=tuple(SPEEDS)):
+    def __init__(self, speeds=SPEEDS, noise=0.0, queries=None, clock=None, has=tuple(SPEEDS)):
         self.speeds, self.noise, self.has = speeds, noise, has
-        self.wishes = wishes or {"drafter": "none", "max_drafts": 0}
+        self.queries = queries or {"drafter": "none", "max_drafts": 0}
         self.clock = clock or [0.0]
         self.coins = random.Random(0)
         self.spec = "http://world"
         self.stop_at = float("inf")
 
-    def variant(self, wishes, salt=None):
-        other = World(self.speeds, self.noise, dict(wishes), self.clock, self.has)
+    def variant(self, options, salt=None):
+        other = World(self.speeds, self.noise, dict(options), self.clock, self.has)
         other.coins, other.stop_at = self.coins, self.stop_at
         return other
 
-    def ask(self, wishes, concurrency=1, *, stream=False, rate=None, heard=None):
-        if self.wishes["drafter"] not in self.has:
-            raise Unsupported(f"no {self.wishes['drafter']}", fix="none")
+    def ask(self, queries, concurrency=1, *, stream=False, rate=None, heard=None):
+        if self.queries["drafter"] not in self.has:
+            raise Unsupported(f"no {self.queries['drafter']}", fix="none")
         if self.clock[0] > self.stop_at:
             raise KeyboardInterrupt
-        start, tokens = self.clock[0], wishes[0].max_tokens
-        speed = self.speeds[self.wishes["drafter"]][self.wishes["max_drafts"]]
+        start, tokens = self.clock[0], queries[0].max_tokens
+        speed = self.speeds[self.queries["drafter"]][self.queries["max_drafts"]]
         speed *= 1 + self.noise * self.coins.uniform(-1, 1)
         step = concurrency / speed
         arrivals = [(start, 0.0), *((start + step * n, float(n)) for n in range(1, tokens + 1))]
         self.clock[0] = arrivals[-1][0]
-        return [Answer("x", (), tokens, "length", tuple(arrivals)) for _ in wishes]
+        return [Answer("x", (), tokens, "length", tuple(arrivals)) for _ in queries]
 
     def counts(self):
         return None
@@ -132,8 +132,8 @@ class Counting(World):
     per_step = 1.0
     short: dict[str, int] = {}  # noqa: RUF012 - by prompt
 
-    def variant(self, wishes, salt=None):
-        other = super().variant(wishes, salt)
+    def variant(self, options, salt=None):
+        other = super().variant(options, salt)
         other.__class__, other.per_step, other.short = Counting, self.per_step, self.short
         other.total = Counts()
         return other
@@ -141,14 +141,14 @@ class Counting(World):
     def counts(self):
         return self.total + Counts()
 
-    def ask(self, wishes, concurrency=1, **more):
-        most = max(self.short.get(wish.prompt, wish.max_tokens) for wish in wishes)
+    def ask(self, queries, concurrency=1, **more):
+        most = max(self.short.get(query.prompt, query.max_tokens) for query in queries)
         if most == 0:
             now = self.clock[0] = self.clock[0] + 0.1
-            return [Answer("", (), 0, "stop", ((now - 0.1, 0.0), (now, 0.0))) for _ in wishes]
-        found = super().ask([replace(w, max_tokens=most) for w in wishes], concurrency, **more)
+            return [Answer("", (), 0, "stop", ((now - 0.1, 0.0), (now, 0.0))) for _ in queries]
+        found = super().ask([replace(w, max_tokens=most) for w in queries], concurrency, **more)
         emitted = sum(answer.count for answer in found)
-        drafts = self.wishes["max_drafts"] > 0
+        drafts = self.queries["max_drafts"] > 0
         self.total += Counts(
             emitted=emitted, request_steps=emitted / (self.per_step if drafts else 1.0)
         )

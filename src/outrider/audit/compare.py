@@ -98,7 +98,7 @@ class Comparison:
 
 
 def compare(plain: Answer, speculative: Answer) -> Comparison:
-    """Compare the answers of two engines to one greedy wish, best asked with logprobs."""
+    """Compare the answers of two engines to one greedy query, best asked with logprobs."""
     ours, theirs = plain.tokens, speculative.tokens
     if not ours or not theirs:
         return _compare_texts(plain, speculative)

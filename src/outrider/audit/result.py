@@ -35,7 +35,7 @@ MIN_PROMPTS, MIN_TOKENS = 5, 115
 token in 50 shows in 9 of 10 audits."""
 
 Answers = dict[int, Answer]
-"""By the number of the wish."""
+"""By the number of the query."""
 
 
 @dataclass(frozen=True)

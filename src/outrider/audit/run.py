@@ -28,7 +28,7 @@ from outrider.audit.result import (
     Settings,
     summary,
 )
-from outrider.engines import Answer, Counts, Engine, Refused, Wish, both_modes, open_engine
+from outrider.engines import Answer, Counts, Engine, Query, Refused, both_modes, open_engine
 from outrider.errors import Unsupported
 from outrider.report.console import printable
 
@@ -144,17 +144,17 @@ def _stages(
 ) -> Iterator[tuple[Counts | None, str]]:
     """Ask in turn. Yields what speculation did in each stage, with the stage's name."""
     settings, heard = result.settings, result.heard
-    wishes = [Wish(prompt, settings.chat, settings.max_tokens) for prompt in result.prompts]
-    order = list(range(len(wishes)))
+    queries = [Query(prompt, settings.chat, settings.max_tokens) for prompt in result.prompts]
+    order = list(range(len(queries)))
     # before the long part: an engine that refuses shall say so now
-    told = {id(engine): _probe(engine, wishes) for engine in (plain, speculative)}
+    told = {id(engine): _probe(engine, queries) for engine in (plain, speculative)}
     # the control asks the other way round: a prompt has other neighbours in its batch then
     for engine, numbers, answers, name in (
         (plain, order, heard.plain, "plain"),
         (speculative, order, heard.speculative, "speculative"),
         (plain, order[::-1], heard.plain_again, "plain again"),
     ):
-        asked = [replace(wish, logprobs=told[id(engine)]) for wish in wishes]
+        asked = [replace(query, logprobs=told[id(engine)]) for query in queries]
         left = [n for n in numbers if n not in heard.skipped]
         if not left:
             raise Unsupported(f"every prompt is refused: {heard.skipped[0]}", fix="use others")
@@ -170,7 +170,7 @@ def _stages(
         (speculative, seeds[count:], heard.law_speculative, "law_speculative"),
     ):
         sampled = [
-            Wish(
+            Query(
                 result.law_prompts[n % len(result.law_prompts)],
                 settings.chat,
                 LENGTH,
@@ -185,14 +185,14 @@ def _stages(
         yield _ask(engine, sampled, list(range(count)), answers, settings, tick), name
 
 
-def _probe(engine: Engine, wishes: Sequence[Wish]) -> int | None:
+def _probe(engine: Engine, queries: Sequence[Query]) -> int | None:
     """Return how many logprobs an engine tells; None if it refuses them.
 
-    Raises its refusal if it refuses every wish. One that refuses the first may serve others.
+    Raises its refusal if it refuses every query. One that refuses the first may serve others.
     """
     first = None
-    for wish in wishes:
-        one = replace(wish, max_tokens=1)
+    for query in queries:
+        one = replace(query, max_tokens=1)
         with suppress(Unsupported):
             engine.ask([replace(one, logprobs=ALTERNATIVES)])
             return ALTERNATIVES
@@ -206,7 +206,7 @@ def _probe(engine: Engine, wishes: Sequence[Wish]) -> int | None:
 
 def _ask(
     engine: Engine,
-    wishes: Sequence[Wish],
+    queries: Sequence[Query],
     order: Sequence[int],
     answers: Answers,
     settings: Settings,
@@ -229,7 +229,7 @@ def _ask(
         tick()
 
     told = None if skipped is None else refused
-    engine.ask([wishes[n] for n in order], settings.concurrency, heard=heard, refused=told)
+    engine.ask([queries[n] for n in order], settings.concurrency, heard=heard, refused=told)
     after = engine.counts()
     return after - before if before is not None and after is not None else None
 

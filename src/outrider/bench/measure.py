@@ -12,7 +12,7 @@ from typing import Any
 from outrider.audit import Comparison, compare, depart, tolerance
 from outrider.audit.prompts import read_prompts
 from outrider.bench.workloads import KINDS, prompts
-from outrider.engines import Answer, Counts, Engine, Wish
+from outrider.engines import Answer, Counts, Engine, Query
 from outrider.errors import UsageError
 
 __all__ = ["Cell", "Parity", "Plan", "Run", "measure", "speed_of", "timed", "workload"]
@@ -57,12 +57,12 @@ class Plan:
         loads = [(n, None) for n in self.concurrency] + [(8 * most, rate) for rate in self.rates]
         return [Cell(name, *load) for load in loads for name in self.texts]
 
-    def wishes(self, cell: Cell) -> list[Wish]:
+    def queries(self, cell: Cell) -> list[Query]:
         """Return what is asked in a cell. The same texts come again where there are too few."""
         texts = self.texts[cell.workload]
         count = cell.concurrency * (1 if cell.rate else self.requests)
         chosen = [texts[i % len(texts)] for i in range(count)]
-        return [Wish(text, chat=self.chat, max_tokens=self.max_tokens) for text in chosen]
+        return [Query(text, chat=self.chat, max_tokens=self.max_tokens) for text in chosen]
 
 
 @dataclass(frozen=True)
@@ -131,28 +131,28 @@ def measure(
     begun: called with the cell, the engine and the round before each run, -1 for the warm-up
     """
     for number, cell in enumerate(plan.cells):
-        wishes, plain = plan.wishes(cell), list[Answer]()
+        queries, plain = plan.queries(cell), list[Answer]()
         for e, engine in enumerate(engines):
             begun(cell, e, -1)
-            answers = engine.ask(wishes, cell.concurrency)
+            answers = engine.ask(queries, cell.concurrency)
             if e == 0:
                 plain = answers
             else:
                 yield (
                     cell,
                     e,
-                    _parity(engines[0], engine, wishes, cell.concurrency, (plain, answers)),
+                    _parity(engines[0], engine, queries, cell.concurrency, (plain, answers)),
                 )
         for round_ in range(plan.rounds):
             turn = (number + round_) % len(engines)
             for e in [*range(turn, len(engines)), *range(turn)]:
                 begun(cell, e, round_)
-                yield _run(engines[e], e, cell, round_, wishes)
+                yield _run(engines[e], e, cell, round_, queries)
 
 
-def _run(engine: Engine, number: int, cell: Cell, round_: int, wishes: Sequence[Wish]) -> Run:
+def _run(engine: Engine, number: int, cell: Cell, round_: int, queries: Sequence[Query]) -> Run:
     before = engine.counts()
-    answers = engine.ask(wishes, cell.concurrency, stream=True, rate=cell.rate)
+    answers = engine.ask(queries, cell.concurrency, stream=True, rate=cell.rate)
     after = engine.counts()
     per_token = tuple(
         (one.seconds - one.first_token) / (one.count - 1) for one in answers if one.count > 1
@@ -176,7 +176,7 @@ def _run(engine: Engine, number: int, cell: Cell, round_: int, wishes: Sequence[
 def _parity(
     plain: Engine,
     other: Engine,
-    wishes: Sequence[Wish],
+    queries: Sequence[Query],
     concurrency: int,
     answers: tuple[Sequence[Answer], Sequence[Answer]],
 ) -> Parity:
@@ -188,7 +188,7 @@ def _parity(
     differ = [n for n, (a, b) in enumerate(pairs) if a.text != b.text]
     if not differ:
         return Parity(len(pairs), len(pairs))
-    again = [replace(wish, logprobs=5) for wish in wishes]
+    again = [replace(query, logprobs=5) for query in queries]
     second = list(zip(plain.ask(again, concurrency), other.ask(again, concurrency), strict=True))
     found = [compare(a, b) for a, b in second]
     allowed = tolerance(found).value

@@ -181,12 +181,12 @@ def names(engines: Sequence[dict[str, Any]]) -> list[str]:
     plain = specs[0].partition("#")[0]
     found = []
     for spec, facts in zip(specs[1:], engines[1:], strict=True):
-        base, _, wishes = spec.partition("#")
+        base, _, queries = spec.partition("#")
         if "://" in base and base != plain:
             parts, algorithm = urlsplit(base), facts.get("speculative_algorithm") or "server"
             host = "" if parts.hostname in ("127.0.0.1", "localhost") else parts.hostname
             port = "" if parts.port is None else f":{parts.port}"
             called = "Outrider" if algorithm == "OUTRIDER" else algorithm
-            wishes = ", ".join(filter(None, [f"{called} {host}{port}", wishes]))
-        found.append(re.sub(r"[^=,:]*/", "", wishes or spec))  # of a path, its last part
+            queries = ", ".join(filter(None, [f"{called} {host}{port}", queries]))
+        found.append(re.sub(r"[^=,:]*/", "", queries or spec))  # of a path, its last part
     return ["plain", *(found if len(set(found)) == len(found) else specs[1:])]

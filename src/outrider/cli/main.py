@@ -108,7 +108,7 @@ def explain(
     ] = False,
 ) -> None:
     """Show one generation step by step: drafted, accepted, rejected; see docs/tools/explain.md."""
-    from outrider.explain.recording import Wishes
+    from outrider.explain.recording import ExplainOptions
     from outrider.explain.run import run
 
     if prompt == "-":
@@ -116,7 +116,7 @@ def explain(
             prompt = typer.get_binary_stream("stdin").read().decode()
         except UnicodeDecodeError as error:
             raise UsageError(f"stdin is not UTF-8 ({error})", fix="convert it: iconv") from error
-    wishes = Wishes(
+    options = ExplainOptions(
         prompt,
         target=target,
         draft=draft,
@@ -128,7 +128,7 @@ def explain(
         chat=chat,
         compare=compare,
     )
-    run(wishes, url=url, out=out, as_json=json)
+    run(options, url=url, out=out, as_json=json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -384,7 +384,7 @@ def bench(
     engines: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Argument(
-            help="Plain first: http://host:port, transformers:MODEL, with #wishes; "
+            help="Plain first: http://host:port, transformers:MODEL, with #options; "
             "one Outrider server alone is compared with itself without drafts."
         ),
     ] = None,

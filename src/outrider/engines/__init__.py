@@ -4,7 +4,7 @@
 `local.py` runs Transformers in this process. An engine is named by a string:
 
     http://127.0.0.1:30000                       a server
-    http://127.0.0.1:30000#drafter=suffix        Outrider's server, with wishes for each request
+    http://127.0.0.1:30000#drafter=suffix        Outrider's server, with options for each request
     http://127.0.0.1:8080#{"cache_prompt": false}    fields of the request's body, for any server
     transformers:MODEL                           Transformers' own generation
     transformers:MODEL#draft=MODEL               Outrider in Transformers, with a draft model
@@ -17,9 +17,9 @@ from outrider.engines.base import (
     Answer,
     Counts,
     Engine,
+    Query,
     Refused,
     Token,
-    Wish,
     authorization,
     base_url,
     both_modes,
@@ -31,9 +31,9 @@ __all__ = [
     "Answer",
     "Counts",
     "Engine",
+    "Query",
     "Refused",
     "Token",
-    "Wish",
     "authorization",
     "base_url",
     "both_modes",

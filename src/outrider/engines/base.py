@@ -19,9 +19,9 @@ __all__ = [
     "Engine",
     "Heard",
     "OnRefused",
+    "Query",
     "Refused",
     "Token",
-    "Wish",
     "authorization",
     "base_url",
     "both_modes",
@@ -31,7 +31,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Wish:
+class Query:
     """A prompt and how to go on from it. The defaults are greedy.
 
     chat: whether the prompt is a user's message, put into the model's chat template
@@ -68,7 +68,7 @@ class Answer:
 
     tokens: empty if it does not tell them apart
     count: how many tokens it counts
-    arrivals: (seconds on this process's clock, tokens so far), the first when the wish was sent
+    arrivals: (seconds on this process's clock, tokens so far), the first when the query was sent
     """
 
     text: str
@@ -79,12 +79,12 @@ class Answer:
 
     @property
     def seconds(self) -> float:
-        """From the wish to the last token."""
+        """From the query to the last token."""
         return self.arrivals[-1][0] - self.arrivals[0][0]
 
     @property
     def first_token(self) -> float:
-        """From the wish to the first token: exact only if the answer was streamed."""
+        """From the query to the first token: exact only if the answer was streamed."""
         return (
             next(t for t, n in self.arrivals if n > 0 or t == self.arrivals[-1][0])
             - (self.arrivals[0][0])
@@ -150,15 +150,15 @@ def _minus(a: Any, b: Any) -> Any:
 
 
 Heard = Callable[[int, Answer], None]
-"""Called with the number of a wish and its answer, as they come in."""
+"""Called with the number of a query and its answer, as they come in."""
 
 
 class Refused(Unsupported):
-    """A wish that an engine refuses, and others need not share its fate: too long a prompt."""
+    """A query that an engine refuses, and others need not share its fate: too long a prompt."""
 
 
 OnRefused = Callable[[int, Refused], None]
-"""Called with the number of a wish that is refused. It has no answer then."""
+"""Called with the number of a query that is refused. It has no answer then."""
 
 
 class Engine(Protocol):
@@ -171,7 +171,7 @@ class Engine(Protocol):
 
     def ask(
         self,
-        wishes: Sequence[Wish],
+        queries: Sequence[Query],
         concurrency: int = 1,
         *,
         stream: bool = False,
@@ -181,17 +181,17 @@ class Engine(Protocol):
     ) -> list[Answer]:
         """Return the answers, in order. The first refusal is raised, if nobody is told of it.
 
-        concurrency: at most so many wishes are open at once
+        concurrency: at most so many queries are open at once
         stream: whether answers come in pieces, so that `arrivals` says when
-        rate: wishes a second, at random (a Poisson process of fixed seed); None sends as many as
+        rate: queries a second, at random (a Poisson process of fixed seed); None sends as many as
             may be open
         """
         ...
 
-    def variant(self, wishes: Mapping[str, Any], salt: str | None = None) -> Engine:
-        """Return the same engine with other wishes for Outrider: drafter, max_drafts.
+    def variant(self, options: Mapping[str, Any], salt: str | None = None) -> Engine:
+        """Return the same engine with other options for Outrider: drafter, max_drafts.
 
-        salt: whose cached prefixes it shares; by default those of the same wishes
+        salt: whose cached prefixes it shares; by default those of the same options
         """
         ...
 
@@ -242,16 +242,16 @@ def both_modes(spec: str) -> tuple[str, str]:
             f"{spec} cannot be asked to answer without drafts",
             fix="name two engines, the plain one first",
         )
-    wishes = [part for part in given.split(",") if part and not part.startswith("max_drafts=")]
-    return f"{where}#{','.join([*wishes, 'max_drafts=0'])}", spec
+    options = [part for part in given.split(",") if part and not part.startswith("max_drafts=")]
+    return f"{where}#{','.join([*options, 'max_drafts=0'])}", spec
 
 
 def _body(spec: str, given: str) -> dict[str, Any]:
-    """Return what to add to each request's body: JSON as it is, or wishes for Outrider."""
+    """Return what to add to each request's body: JSON as it is, or options for Outrider."""
     if not given.startswith("{"):
-        wishes: dict[str, Any] = dict(_options(spec, given))
-        model = wishes.pop("model", None)
-        return {**({"model": model} if model else {}), **outrider_body(wishes)}
+        options: dict[str, Any] = dict(_options(spec, given))
+        model = options.pop("model", None)
+        return {**({"model": model} if model else {}), **outrider_body(options)}
     try:
         found: dict[str, Any] = json.loads(given)
     except json.JSONDecodeError as error:
@@ -259,21 +259,21 @@ def _body(spec: str, given: str) -> dict[str, Any]:
     return found
 
 
-def outrider_body(wishes: Mapping[str, Any], salt: str | None = None) -> dict[str, Any]:
-    """Return the fields by which a request says its wishes to Outrider.
+def outrider_body(options: Mapping[str, Any], salt: str | None = None) -> dict[str, Any]:
+    """Return the fields that carry a request's options for Outrider.
 
     They come with a salt: who drafts with a model needs a prefix that this model has read too, and
-    would not find one in what other wishes have left in the server's prefix cache.
+    would not find one in what other options have left in the server's prefix cache.
     """
-    if not wishes:
+    if not options:
         return {}
-    salt = salt or said(wishes)
-    return {"custom_params": {"outrider": dict(wishes)}, "cache_salt": f"outrider {salt}"}
+    salt = salt or said(options)
+    return {"custom_params": {"outrider": dict(options)}, "cache_salt": f"outrider {salt}"}
 
 
-def said(wishes: Mapping[str, Any]) -> str:
-    """Return wishes as they are written after an engine's name."""
-    return ",".join(f"{key}={value}" for key, value in wishes.items())
+def said(options: Mapping[str, Any]) -> str:
+    """Return options as they are written after an engine's name."""
+    return ",".join(f"{key}={value}" for key, value in options.items())
 
 
 def _options(spec: str, given: str) -> Mapping[str, Any]:

@@ -12,9 +12,9 @@ from outrider.engines.base import (
     Counts,
     Heard,
     OnRefused,
+    Query,
     Refused,
     Token,
-    Wish,
     check_drafter,
     said,
 )
@@ -117,7 +117,7 @@ class LocalEngine:
 
     def ask(
         self,
-        wishes: Sequence[Wish],
+        queries: Sequence[Query],
         concurrency: int = 1,
         *,
         stream: bool = False,
@@ -129,11 +129,11 @@ class LocalEngine:
         if rate is not None:
             raise Unsupported("a rate of requests in this process", fix="serve the model")
         size = concurrency if self.mode == OUTRIDER else 1
-        fitting = list(self._fitting(wishes, refused))
+        fitting = list(self._fitting(queries, refused))
         answers: list[Answer] = []
         for start in range(0, len(fitting), size):
             numbers = fitting[start : start + size]
-            few = [wishes[n] for n in numbers]
+            few = [queries[n] for n in numbers]
             new = self._ours(few) if self.mode == OUTRIDER else [self._theirs(few[0])]
             for number, answer in zip(numbers, new, strict=True):
                 if heard is not None:
@@ -141,27 +141,27 @@ class LocalEngine:
             answers += new
         return answers
 
-    def _fitting(self, wishes: Sequence[Wish], refused: OnRefused | None) -> Iterator[int]:
-        """Yield the numbers of the wishes that fit into the model's context."""
+    def _fitting(self, queries: Sequence[Query], refused: OnRefused | None) -> Iterator[int]:
+        """Yield the numbers of the queries that fit into the model's context."""
         config = self.model.config.get_text_config()
         most = getattr(config, "max_position_embeddings", None) or 2**31
-        for number, wish in enumerate(wishes):
-            length = len(self._ids(wish))
-            if length + wish.max_tokens <= most:
+        for number, query in enumerate(queries):
+            length = len(self._ids(query))
+            if length + query.max_tokens <= most:
                 yield number
                 continue
             error = Refused(
-                f"{length} + {wish.max_tokens} tokens in a model of {most} positions",
+                f"{length} + {query.max_tokens} tokens in a model of {most} positions",
                 fix="shorten the prompt, or lower --max-tokens",
             )
             if refused is None:
                 raise error
             refused(number, error)
 
-    def _ids(self, wish: Wish) -> list[int]:
-        if not wish.chat or self.tokenizer.chat_template is None:
-            return list(self.tokenizer.encode(wish.prompt))
-        messages = [{"role": "user", "content": wish.prompt}]
+    def _ids(self, query: Query) -> list[int]:
+        if not query.chat or self.tokenizer.chat_template is None:
+            return list(self.tokenizer.encode(query.prompt))
+        messages = [{"role": "user", "content": query.prompt}]
         text = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False
         )
@@ -169,31 +169,31 @@ class LocalEngine:
 
     # -- Outrider
 
-    def _ours(self, wishes: Sequence[Wish]) -> list[Answer]:
+    def _ours(self, queries: Sequence[Query]) -> list[Answer]:
         import outrider
         from outrider.core import SamplingParams
 
         sampling = [
             SamplingParams(
-                temperature=wish.temperature,
-                top_p=wish.top_p,
-                seed=wish.seed,
-                max_tokens=wish.max_tokens,
-                logprobs=wish.logprobs,
-                ignore_eos=wish.ignore_eos,
+                temperature=query.temperature,
+                top_p=query.top_p,
+                seed=query.seed,
+                max_tokens=query.max_tokens,
+                logprobs=query.logprobs,
+                ignore_eos=query.ignore_eos,
             )
-            for wish in wishes
+            for query in queries
         ]
         started = time.perf_counter()
         run = outrider.stream(
             self.model,
-            [self._ids(wish) for wish in wishes],
+            [self._ids(query) for query in queries],
             drafter=self._drafter,
             sampling=sampling,
             max_drafts=self._max_drafts,
             exactness=self._options.get("exactness", "law"),
         )
-        arrivals = [[(started, 0.0)] for _ in wishes]
+        arrivals = [[(started, 0.0)] for _ in queries]
         before = started
         for event in run:
             now = time.perf_counter()
@@ -237,27 +237,27 @@ class LocalEngine:
 
     # -- Transformers' own
 
-    def _theirs(self, wish: Wish) -> Answer:
+    def _theirs(self, query: Query) -> Answer:
         torch = self._torch
-        ids = torch.tensor([self._ids(wish)], device=self.model.device)
+        ids = torch.tensor([self._ids(query)], device=self.model.device)
         more = {"assistant_model": self._draft} if self.mode == ASSISTED else {}
-        if wish.seed is not None:
-            torch.manual_seed(wish.seed)
+        if query.seed is not None:
+            torch.manual_seed(query.seed)
         clock = _Clock(time.perf_counter())
         with torch.inference_mode():
             done = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                generation_config=self._config(wish),
+                generation_config=self._config(query),
                 streamer=clock,
                 **more,
             )
         output = done.sequences[0, ids.shape[1] :].tolist()
         ended = bool(output) and output[-1] in self._ends()
         tokens = [Token(self.tokenizer.decode([i])) for i in output]
-        if wish.logprobs is not None:
+        if query.logprobs is not None:
             logprobs = torch.stack([row[0] for row in done.logits]).float().log_softmax(-1)
-            top = logprobs.topk(max(1, wish.logprobs), dim=-1)
+            top = logprobs.topk(max(1, query.logprobs), dim=-1)
             for n, i in enumerate(output):
                 pairs = zip(top.indices[n].tolist(), top.values[n].tolist(), strict=True)
                 best = tuple((self.tokenizer.decode([t]), value) for t, value in pairs)
@@ -270,25 +270,25 @@ class LocalEngine:
             tuple(clock.arrivals),
         )
 
-    def _config(self, wish: Wish) -> Any:
+    def _config(self, query: Query) -> Any:
         """Return what was asked for and nothing else: models bring penalties of their own."""
         from transformers import GenerationConfig
 
         more: dict[str, Any] = {}
-        if wish.temperature > 0:
-            more = {"temperature": wish.temperature, "top_p": wish.top_p, "top_k": 0}
+        if query.temperature > 0:
+            more = {"temperature": query.temperature, "top_p": query.top_p, "top_k": 0}
         if self.mode == LOOKUP:
             more["prompt_lookup_num_tokens"] = self._max_drafts
         if self._draft is not None:  # how many is read from the model that drafts
             self._draft.generation_config.num_assistant_tokens = self._max_drafts
         return GenerationConfig(
-            max_new_tokens=wish.max_tokens,
-            min_new_tokens=wish.max_tokens if wish.ignore_eos else None,
-            do_sample=wish.temperature > 0,
+            max_new_tokens=query.max_tokens,
+            min_new_tokens=query.max_tokens if query.ignore_eos else None,
+            do_sample=query.temperature > 0,
             eos_token_id=sorted(self._ends()),
             pad_token_id=min(self._ends(), default=0),
             return_dict_in_generate=True,
-            output_logits=wish.logprobs is not None,
+            output_logits=query.logprobs is not None,
             **more,
         )
 
@@ -298,12 +298,12 @@ class LocalEngine:
 
     # -- about itself
 
-    def variant(self, wishes: Mapping[str, Any], salt: str | None = None) -> LocalEngine:
-        """Return Outrider on the same models, with other wishes. No prefix is kept here."""
+    def variant(self, options: Mapping[str, Any], salt: str | None = None) -> LocalEngine:
+        """Return Outrider on the same models, with other options. No prefix is kept here."""
         other = copy(self)
-        other.spec = f"{self.spec.partition('#')[0]}#{said(wishes)}"
-        other.mode, other._options = OUTRIDER, {**self._options, **wishes}
-        other._max_drafts = wishes.get("max_drafts", self._max_drafts)
+        other.spec = f"{self.spec.partition('#')[0]}#{said(options)}"
+        other.mode, other._options = OUTRIDER, {**self._options, **options}
+        other._max_drafts = options.get("max_drafts", self._max_drafts)
         other._drafter, other._counts = other._make_drafter(), Counts()
         return other
 

@@ -19,9 +19,9 @@ from outrider.engines.base import (
     Counts,
     Heard,
     OnRefused,
+    Query,
     Refused,
     Token,
-    Wish,
     authorization,
     outrider_body,
     said,
@@ -95,7 +95,7 @@ class ServerEngine:
 
     def ask(
         self,
-        wishes: Sequence[Wish],
+        queries: Sequence[Query],
         concurrency: int = 1,
         *,
         stream: bool = False,
@@ -104,11 +104,11 @@ class ServerEngine:
         refused: OnRefused | None = None,
     ) -> list[Answer]:
         """Return the answers, in order."""
-        return asyncio.run(self._ask_all(wishes, concurrency, stream, rate, heard, refused))
+        return asyncio.run(self._ask_all(queries, concurrency, stream, rate, heard, refused))
 
     async def _ask_all(
         self,
-        wishes: Sequence[Wish],
+        queries: Sequence[Query],
         concurrency: int,
         stream: bool,
         rate: float | None,
@@ -120,11 +120,11 @@ class ServerEngine:
 
         async with self._client(self._openai.AsyncOpenAI) as client:
 
-            async def one(number: int, wish: Wish, delay: float) -> Answer | None:
+            async def one(number: int, query: Query, delay: float) -> Answer | None:
                 await asyncio.sleep(delay)
                 async with free:
                     try:
-                        answer = await self._one(client, wish, stream)
+                        answer = await self._one(client, query, stream)
                     except self._openai.APIStatusError as error:
                         if refused is None or error.status_code not in REFUSALS:
                             raise
@@ -135,10 +135,10 @@ class ServerEngine:
                 return answer
 
             delays, at = list[float](), 0.0
-            for _ in wishes:
+            for _ in queries:
                 delays.append(at)
                 at += coins.expovariate(rate) if rate else 0.0
-            jobs = [one(*job) for job in zip(range(len(wishes)), wishes, delays, strict=True)]
+            jobs = [one(*job) for job in zip(range(len(queries)), queries, delays, strict=True)]
             try:
                 return [answer for answer in await _gather(jobs) if answer is not None]
             except self._openai.APIStatusError as error:
@@ -153,9 +153,9 @@ class ServerEngine:
         what = f"{self.root} answered {error.status_code}: {_said(error)}"
         return Refused(what, fix="ask for what this server can do")
 
-    async def _one(self, client: Any, wish: Wish, stream: bool) -> Answer:
-        create = client.chat.completions.create if wish.chat else client.completions.create
-        body = self._fields(wish)
+    async def _one(self, client: Any, query: Query, stream: bool) -> Answer:
+        create = client.chat.completions.create if query.chat else client.completions.create
+        body = self._fields(query)
         started = time.perf_counter()
         if not stream:
             done = (await create(**body)).to_dict()
@@ -165,31 +165,31 @@ class ServerEngine:
         pieces = [(time.perf_counter(), piece.to_dict()) async for piece in reply]
         return _streamed(pieces, started)
 
-    def _fields(self, wish: Wish) -> dict[str, Any]:
+    def _fields(self, query: Query) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
-            "max_tokens": wish.max_tokens,
-            "temperature": wish.temperature,
-            "top_p": wish.top_p,
+            "max_tokens": query.max_tokens,
+            "temperature": query.temperature,
+            "top_p": query.top_p,
         }
-        if wish.seed is not None:
-            body["seed"] = wish.seed
-        if wish.chat:
-            body["messages"] = [{"role": "user", "content": wish.prompt}]
-            if wish.logprobs is not None:
-                body |= {"logprobs": True, "top_logprobs": wish.logprobs}
+        if query.seed is not None:
+            body["seed"] = query.seed
+        if query.chat:
+            body["messages"] = [{"role": "user", "content": query.prompt}]
+            if query.logprobs is not None:
+                body |= {"logprobs": True, "top_logprobs": query.logprobs}
         else:
-            body["prompt"] = wish.prompt
-            if wish.logprobs is not None:
-                body["logprobs"] = wish.logprobs
-        more = {**self._body, **({"ignore_eos": True} if wish.ignore_eos else {})}
+            body["prompt"] = query.prompt
+            if query.logprobs is not None:
+                body["logprobs"] = query.logprobs
+        more = {**self._body, **({"ignore_eos": True} if query.ignore_eos else {})}
         return {**body, "extra_body": more} if more else body
 
-    def variant(self, wishes: Mapping[str, Any], salt: str | None = None) -> ServerEngine:
-        """Return the same server, asked with other wishes for Outrider."""
+    def variant(self, options: Mapping[str, Any], salt: str | None = None) -> ServerEngine:
+        """Return the same server, asked with other options for Outrider."""
         other = copy(self)
-        other.spec = f"{self.root}#{said(wishes)}"
-        other._body = {**self._body, **outrider_body(wishes, salt)}
+        other.spec = f"{self.root}#{said(options)}"
+        other._body = {**self._body, **outrider_body(options, salt)}
         return other
 
     def counts(self) -> Counts | None:

@@ -14,11 +14,11 @@ from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import (
     TOP,
     Decode,
+    ExplainOptions,
     Logprobs,
     OnTokens,
     Recording,
     StepRecord,
-    Wishes,
 )
 
 if TYPE_CHECKING:
@@ -30,43 +30,43 @@ __all__ = ["chat_prompt", "local_decode", "record"]
 MAX_DRAFTS = 8
 
 
-def record(wishes: Wishes, on_tokens: OnTokens) -> tuple[Recording, Decode]:
+def record(options: ExplainOptions, on_tokens: OnTokens) -> tuple[Recording, Decode]:
     """Return the generation and how to spell its tokens. Ctrl-C ends it early, not in vain."""
     import outrider
 
-    model, draft, tokenizer = _load(wishes)
-    text, ids = wishes.prompt, tokenizer.encode(wishes.prompt)
-    if wishes.chat:
-        text = chat_prompt(tokenizer, wishes.prompt)
+    model, draft, tokenizer = _load(options)
+    text, ids = options.prompt, tokenizer.encode(options.prompt)
+    if options.chat:
+        text = chat_prompt(tokenizer, options.prompt)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise UsageError("an empty prompt", fix="give at least one token to go on from")
-    name = wishes.drafter or ("ngram" if draft is None else "model")
+    name = options.drafter or ("ngram" if draft is None else "model")
     drafter, control = _drafter(name, draft, model, tokenizer)
-    max_drafts = MAX_DRAFTS if wishes.max_drafts is None else wishes.max_drafts
-    options: dict[str, Any] = {
+    max_drafts = MAX_DRAFTS if options.max_drafts is None else options.max_drafts
+    given: dict[str, Any] = {
         "sampling": {
-            "temperature": wishes.temperature,
-            "seed": wishes.seed,
-            "max_tokens": wishes.max_tokens,
+            "temperature": options.temperature,
+            "seed": options.seed,
+            "max_tokens": options.max_tokens,
             "logprobs": TOP,
         },
-        "exactness": "bitwise" if wishes.compare else "law",
+        "exactness": "bitwise" if options.compare else "law",
         "tokenizer": tokenizer,
     }
     recording = Recording(text, ids)
     recording.settings = {
         "engine": "Transformers, in process",
-        "target": _name(wishes.target) or "tiny/target",
-        "draft": (_name(wishes.draft) or "tiny/draft") if draft is not None else None,
+        "target": _name(options.target) or "tiny/target",
+        "draft": (_name(options.draft) or "tiny/draft") if draft is not None else None,
         "drafter": name,
         "max_drafts": max_drafts,
-        "max_tokens": wishes.max_tokens,
-        "temperature": wishes.temperature,
-        "seed": wishes.seed if wishes.temperature else None,
-        "exactness": options["exactness"],
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed if options.temperature else None,
+        "exactness": given["exactness"],
     }
-    stream = outrider.stream(model, ids, drafter=drafter, max_drafts=max_drafts, **options)
+    stream = outrider.stream(model, ids, drafter=drafter, max_drafts=max_drafts, **given)
     started = last = time.perf_counter()
     try:
         for event in stream:
@@ -84,15 +84,15 @@ def record(wishes: Wishes, on_tokens: OnTokens) -> tuple[Recording, Decode]:
     recording.seconds = last - started
     recording.output_ids = [token for step in recording.steps for token in step.emitted]
     recording.logprobs = [Logprobs(one.token, one.top) for one in stream.result.logprobs[0]]
-    if wishes.compare and recording.finish_reason != "interrupted":
-        plain = outrider.generate(model, ids, drafter="none", **options)
+    if options.compare and recording.finish_reason != "interrupted":
+        plain = outrider.generate(model, ids, drafter="none", **given)
         recording.plain_ids = plain.outputs[0]
     return recording, local_decode(tokenizer)
 
 
-def _load(wishes: Wishes) -> tuple[Any, Any, Any]:
+def _load(options: ExplainOptions) -> tuple[Any, Any, Any]:
     """Return the target, the draft model or None, and the tokenizer."""
-    if wishes.target is None:
+    if options.target is None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import torch
@@ -112,14 +112,14 @@ def _load(wishes: Wishes) -> tuple[Any, Any, Any]:
                 fix="give the folder of a model in Hugging Face's format, or its name there",
             ) from error
 
-    if wishes.target is not None:
-        model = load(wishes.target, torch.bfloat16)
-        draft = load(wishes.draft, torch.bfloat16) if wishes.draft is not None else None
-        return model, draft, AutoTokenizer.from_pretrained(wishes.target)
+    if options.target is not None:
+        model = load(options.target, torch.bfloat16)
+        draft = load(options.draft, torch.bfloat16) if options.draft is not None else None
+        return model, draft, AutoTokenizer.from_pretrained(options.target)
     with as_file(files("outrider") / "assets" / "tiny") as tiny:
         torch.set_num_threads(1)  # the models are tiny
         model = load(tiny / "target", torch.float32)
-        draft = load(wishes.draft or tiny / "draft", torch.float32)
+        draft = load(options.draft or tiny / "draft", torch.float32)
         return model, draft, AutoTokenizer.from_pretrained(tiny / "target")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Decode", "Logprobs", "OnTokens", "Recording", "StepRecord", "Wishes"]
+__all__ = ["Decode", "ExplainOptions", "Logprobs", "OnTokens", "Recording", "StepRecord"]
 
 TOP = 3
 """How many of the target's most likely tokens are shown at each place."""
@@ -21,7 +21,7 @@ OnTokens = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ExplainOptions:
     """What the user asks for.
 
     target, draft: folders or names of models; None is the tiny pair, or what the server has

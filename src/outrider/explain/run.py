@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outrider.errors import Unsupported, UsageError
-from outrider.explain.recording import Decode, OnTokens, Recording, Wishes
+from outrider.explain.recording import Decode, ExplainOptions, OnTokens, Recording
 from outrider.explain.terminal import show
 from outrider.explain.walk import Walk, make_walk
 from outrider.report.console import Exit
@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 
 def run(
-    wishes: Wishes,
+    options: ExplainOptions,
     *,
     url: str | None = None,
     out: Path | None = None,
@@ -36,7 +36,7 @@ def run(
     console = Console(stderr=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    walk = _walk(wishes, url, console)
+    walk = _walk(options, url, console)
     text = json.dumps(walk.as_json(), indent=1, ensure_ascii=False)
     if as_json:
         sys.stdout.write(text + "\n")
@@ -54,7 +54,7 @@ def run(
         raise SystemExit(Exit.FINDING)
 
 
-def _walk(wishes: Wishes, url: str | None, console: Console) -> Walk:
+def _walk(options: ExplainOptions, url: str | None, console: Console) -> Walk:
     """Return the walk of a generation, with progress shown."""
     from outrider.report import provenance
 
@@ -66,8 +66,8 @@ def _walk(wishes: Wishes, url: str | None, console: Console) -> Walk:
     )
     hidden = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("tokens", total=wishes.max_tokens)
-        recording, decode = _recorder(wishes, url)(
+        task = progress.add_task("tokens", total=options.max_tokens)
+        recording, decode = _recorder(options, url)(
             lambda count: progress.update(task, completed=count)
         )
     try:
@@ -78,17 +78,19 @@ def _walk(wishes: Wishes, url: str | None, console: Console) -> Walk:
         ) from error
 
 
-def _recorder(wishes: Wishes, url: str | None) -> Callable[[OnTokens], tuple[Recording, Decode]]:
+def _recorder(
+    options: ExplainOptions, url: str | None
+) -> Callable[[OnTokens], tuple[Recording, Decode]]:
     if url is None:
         from outrider.explain import in_process
 
-        return lambda on_tokens: in_process.record(wishes, on_tokens)
+        return lambda on_tokens: in_process.record(options, on_tokens)
     for given, option, fix in (
-        (wishes.draft, "--draft", "the server has its draft model already"),
-        (wishes.compare, "--compare", "`outrider audit` compares servers"),
+        (options.draft, "--draft", "the server has its draft model already"),
+        (options.compare, "--compare", "`outrider audit` compares servers"),
     ):
         if given:
             raise UsageError(f"{option} with --url", fix=fix)
     from outrider.explain import server
 
-    return lambda on_tokens: server.record(wishes, url, on_tokens)
+    return lambda on_tokens: server.record(options, url, on_tokens)

@@ -21,11 +21,11 @@ from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import (
     TOP,
     Decode,
+    ExplainOptions,
     Logprobs,
     OnTokens,
     Recording,
     StepRecord,
-    Wishes,
 )
 
 __all__ = ["Server", "record"]
@@ -105,19 +105,19 @@ class Server:
         )
 
 
-def record(wishes: Wishes, url: str, on_tokens: OnTokens) -> tuple[Recording, Decode]:
+def record(options: ExplainOptions, url: str, on_tokens: OnTokens) -> tuple[Recording, Decode]:
     """Return the generation and how to spell its tokens. Ctrl-C ends it early, not in vain."""
     server = Server(url)
     about = server.info()
-    recording = Recording(*_prompt(server, about, wishes))
-    recording.settings = _settings(about, wishes)
+    recording = Recording(*_prompt(server, about, options))
+    recording.settings = _settings(about, options)
     params: dict[str, Any] = {
-        "temperature": wishes.temperature,
-        "max_new_tokens": wishes.max_tokens,
-        "custom_params": {"outrider": _asked(wishes)},
+        "temperature": options.temperature,
+        "max_new_tokens": options.max_tokens,
+        "custom_params": {"outrider": _asked(options)},
     }
-    if wishes.temperature:
-        params["sampling_seed"] = wishes.seed
+    if options.temperature:
+        params["sampling_seed"] = options.seed
     body = {
         "input_ids": recording.prompt_ids,
         "sampling_params": params,
@@ -183,9 +183,11 @@ def _read(server: Server, piece: bytes) -> dict[str, Any]:
     return reply
 
 
-def _prompt(server: Server, about: dict[str, Any], wishes: Wishes) -> tuple[str, list[int]]:
+def _prompt(
+    server: Server, about: dict[str, Any], options: ExplainOptions
+) -> tuple[str, list[int]]:
     """Return the prompt as the model reads it, as text and ids."""
-    serves, wanted = Path(about["model_path"]).name, wishes.target
+    serves, wanted = Path(about["model_path"]).name, options.target
     if wanted is not None and Path(wanted).name != serves:
         raise Unsupported(
             f"{server.url} serves {serves}, not {Path(wanted).name}",
@@ -196,11 +198,11 @@ def _prompt(server: Server, about: dict[str, Any], wishes: Wishes) -> tuple[str,
             f"{server.url} serves {serves} without Outrider",
             fix="start it with `outrider serve`, or add --speculative-algorithm OUTRIDER",
         )
-    text = wishes.prompt
-    if wishes.chat:
-        text = _chat_prompt(wishes.target or about["tokenizer_path"], text)
+    text = options.prompt
+    if options.chat:
+        text = _chat_prompt(options.target or about["tokenizer_path"], text)
     # a template has brought its special tokens
-    body = {"prompt": text, "add_special_tokens": not wishes.chat}
+    body = {"prompt": text, "add_special_tokens": not options.chat}
     ids = server.ask("/tokenize", body)["tokens"]
     if not ids:
         raise UsageError("an empty prompt", fix="give at least one token to go on from")
@@ -227,28 +229,28 @@ def _chat_prompt(path: str, said: str) -> str:
     return chat_prompt(tokenizer, said)
 
 
-def _asked(wishes: Wishes) -> dict[str, Any]:
+def _asked(options: ExplainOptions) -> dict[str, Any]:
     """Return what is asked of Outrider."""
     asked: dict[str, Any] = {"explain": True}
-    if wishes.drafter is not None:
-        asked["drafter"] = wishes.drafter
-    if wishes.max_drafts is not None:
-        asked["max_drafts"] = wishes.max_drafts
+    if options.drafter is not None:
+        asked["drafter"] = options.drafter
+    if options.max_drafts is not None:
+        asked["max_drafts"] = options.max_drafts
     return asked
 
 
-def _settings(about: dict[str, Any], wishes: Wishes) -> dict[str, Any]:
+def _settings(about: dict[str, Any], options: ExplainOptions) -> dict[str, Any]:
     draft = about.get("speculative_draft_model_path")
-    most = about.get("speculative_num_steps") if wishes.max_drafts is None else wishes.max_drafts
+    most = about.get("speculative_num_steps") if options.max_drafts is None else options.max_drafts
     return {
         "engine": f"SGLang {about.get('version', '')} with Outrider",
         "target": Path(about["model_path"]).name,
         "draft": Path(draft).name if draft else None,
-        "drafter": wishes.drafter or "the server's choice",
+        "drafter": options.drafter or "the server's choice",
         "max_drafts": most,
-        "max_tokens": wishes.max_tokens,
-        "temperature": wishes.temperature,
-        "seed": wishes.seed if wishes.temperature else None,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "seed": options.seed if options.temperature else None,
     }
 
 

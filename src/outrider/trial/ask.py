@@ -8,11 +8,11 @@ from typing import Any
 from outrider.bench.measure import Cell, Plan, Run, measure
 from outrider.bench.result import Result
 from outrider.bench.workloads import SINGLE, VARIANTS, prompts
-from outrider.engines import Answer, Counts, Engine, Refused, Token, Wish
+from outrider.engines import Answer, Counts, Engine, Query, Refused, Token
 from outrider.errors import Unsupported
 from outrider.trial.plan import Wanted
 
-__all__ = ["ask", "examine", "read_answers", "wishes"]
+__all__ = ["ask", "examine", "queries", "read_answers"]
 
 LOADS = (1, 2, 4, 8, 16)
 """Requests at once. Each has a share of the requests in proportion: about the same time."""
@@ -26,7 +26,7 @@ Ticker = Callable[[str, int], Callable[[], None]]
 """Called with the name of a stage and its size; returns what is called after each answer."""
 
 
-def wishes(count: int, chat: bool, max_tokens: int, deterministic: bool) -> list[Wish]:
+def queries(count: int, chat: bool, max_tokens: int, deterministic: bool) -> list[Query]:
     """Return what both servers are asked.
 
     Where SGLang is deterministic: half of them greedy, every other one without logprobs, which is
@@ -42,19 +42,19 @@ def wishes(count: int, chat: bool, max_tokens: int, deterministic: bool) -> list
             more |= {"top_p": 0.9} if 4 * n >= 3 * count else {}
         elif deterministic and n % 2:
             more = {}
-        made.append(Wish(texts[n % len(texts)], chat, max_tokens, **more))
+        made.append(Query(texts[n % len(texts)], chat, max_tokens, **more))
     return made
 
 
-def phases(asked: Sequence[Wish]) -> list[list[int]]:
+def phases(asked: Sequence[Query]) -> list[list[int]]:
     """Return the numbers of the requests that may share a batch.
 
     Bare SGLang draws over ranks instead of ids where a neighbour has top-k or top-p, a greedy one
     included: seeded answers are compared where all neighbours are of the same kind.
     """
     found: dict[tuple[bool, bool], list[int]] = {}
-    for n, wish in enumerate(asked):
-        found.setdefault((wish.temperature > 0, wish.top_p < 1), []).append(n)
+    for n, query in enumerate(asked):
+        found.setdefault((query.temperature > 0, query.top_p < 1), []).append(n)
     return list(found.values())
 
 
@@ -69,7 +69,7 @@ def loads(count: int) -> Iterator[tuple[int, range]]:
 
 
 def ask(
-    engine: Engine, asked: Sequence[Wish], tick: Callable[[], None], backwards: bool = False
+    engine: Engine, asked: Sequence[Query], tick: Callable[[], None], backwards: bool = False
 ) -> tuple[dict[int, Answer], dict[int, str]]:
     """Return the answers, and why a request is refused, by the number of the request.
 
@@ -111,7 +111,7 @@ def examine(
     again: ask a second time the other way round: does this server agree with itself?
     """
     chat = _has_template(engine) if chat is None else chat
-    asked = wishes(count, chat, wanted.max_tokens, deterministic)
+    asked = queries(count, chat, wanted.max_tokens, deterministic)
     before = engine.counts()
     answers, refused = ask(engine, asked, ticker("answers", count))
     after = engine.counts()
@@ -130,13 +130,13 @@ def examine(
     if again:
         repeated, _ = ask(engine, asked, ticker("the same again", count), backwards=True)
         found["again"] = _plain(repeated)
-    texts = [wish.prompt for n, wish in enumerate(asked) if n in answers]
+    texts = [query.prompt for n, query in enumerate(asked) if n in answers]
     return {**found, "speed": _speed(engine, wanted, texts, chat, ticker)}
 
 
 def _has_template(engine: Engine) -> bool:
     try:
-        engine.ask([Wish("Hello", chat=True, max_tokens=1)])
+        engine.ask([Query("Hello", chat=True, max_tokens=1)])
     except Refused:
         return False
     return True

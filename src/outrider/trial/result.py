@@ -21,7 +21,7 @@ from outrider.audit.result import (
     Settings,
 )
 from outrider.report.console import Exit
-from outrider.trial.ask import read_answers, read_counts, wishes
+from outrider.trial.ask import queries, read_answers, read_counts
 from outrider.trial.plan import Pair, Wanted
 
 __all__ = ["Judged", "Trial", "judge"]
@@ -126,8 +126,8 @@ def judge(pair: Pair, wanted: Wanted, bare: Mapping[str, Any], ours: Mapping[str
     """
     plain, again = read_answers(bare["answers"]), read_answers(bare["again"])
     speculative = read_answers(ours["answers"])
-    asked = wishes(bare["asked"], bare["chat"], wanted.max_tokens, pair.deterministic)
-    told = {n for n, wish in enumerate(asked) if wish.logprobs is not None}
+    asked = queries(bare["asked"], bare["chat"], wanted.max_tokens, pair.deterministic)
+    told = {n for n, query in enumerate(asked) if query.logprobs is not None}
     logprobs = [
         {n: one for n, one in side.items() if n in told} for side in (plain, again, speculative)
     ]
@@ -136,7 +136,7 @@ def judge(pair: Pair, wanted: Wanted, bare: Mapping[str, Any], ours: Mapping[str
     greedy = Result(
         # whether it is enough is judged over all requests
         Settings(bare["chat"], wanted.max_tokens, 16, 0, min_prompts=1, min_tokens=1),
-        [wish.prompt for wish in asked],
+        [query.prompt for query in asked],
         (),
         heard,
         {"plain": bare["facts"], "speculative": ours["facts"]},

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.bench.measure import timed
-from outrider.engines import Answer, Counts, Engine, Wish
+from outrider.engines import Answer, Counts, Engine, Query
 from outrider.errors import Unsupported
 
 __all__ = ["CLOSE", "PLAIN", "Candidate", "Search", "Traffic", "Trial", "available", "grid"]
@@ -41,8 +41,8 @@ class Candidate:
         return "plain" if not self.max_drafts else f"{self.drafter}, K = {self.max_drafts}"
 
     @property
-    def wishes(self) -> dict[str, Any]:
-        """The same as wishes of a request."""
+    def options(self) -> dict[str, Any]:
+        """The same as options of a request."""
         return {"drafter": self.drafter, "max_drafts": self.max_drafts}
 
 
@@ -57,11 +57,11 @@ class Traffic:
     concurrency: int
     chat: bool = True
 
-    def wishes(self, number: int, max_tokens: int) -> list[Wish]:
+    def queries(self, number: int, max_tokens: int) -> list[Query]:
         """Return what is asked in a round: other prompts than in the one before."""
         count = self.concurrency
         chosen = [self.texts[(number * count + i) % len(self.texts)] for i in range(count)]
-        return [Wish(text, chat=self.chat, max_tokens=max_tokens) for text in chosen]
+        return [Query(text, chat=self.chat, max_tokens=max_tokens) for text in chosen]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def available(engine: Engine) -> tuple[list[str], dict[str, str]]:
     found, refused = [], {}
     for name in DRAFTERS:
         try:
-            engine.variant({"drafter": name, "max_drafts": 1}).ask([Wish("a", False, 1)])
+            engine.variant({"drafter": name, "max_drafts": 1}).ask([Query("a", False, 1)])
             found.append(name)
         except Unsupported as error:
             refused[name] = error.what
@@ -160,16 +160,16 @@ class Search:
         """Measure plain, all that are left, and plain again, on the next prompts."""
         number, rung = self.next_round, len(self.rungs) - 1
         self.next_round += 1
-        wishes = self.traffic.wishes(number, self.tokens or FEWEST)
+        queries = self.traffic.queries(number, self.tokens or FEWEST)
         # both models read the prompts first: what follows finds them in the prefix cache
         who = next((c for c in self._alive if c.drafter in ("model", "adaptive")), PLAIN)
-        first = [Wish(wish.prompt, wish.chat, 1) for wish in wishes]
+        first = [Query(query.prompt, query.chat, 1) for query in queries]
         self._variant(who).ask(first, self.traffic.concurrency)
         plain, expected = 0.0, list[Answer]()
         turn = number % max(1, len(self._alive))
         for candidate in [PLAIN, *self._alive[turn:], *self._alive[:turn], PLAIN]:
             begun(rung, candidate)
-            answers, counts = self._measure(candidate, wishes)
+            answers, counts = self._measure(candidate, queries)
             tokens, seconds = timed(answers)
             speed = tokens / seconds if seconds else 0.0
             if not expected:
@@ -182,7 +182,7 @@ class Search:
                 speed / plain if plain else 0.0,
                 counts.tokens_per_step if counts else 0.0,
                 sum(a.text == b.text for a, b in zip(answers, expected, strict=True)),
-                len(wishes),
+                len(queries),
                 tokens,
             )
             self.trials.append(trial)
@@ -191,22 +191,22 @@ class Search:
     def _length(self, seconds: float) -> int:
         """Return how long answers shall be, so that plain decoding takes about so many seconds."""
         before = self.clock()
-        self._variant(PLAIN).ask(self.traffic.wishes(0, PROBE), self.traffic.concurrency)
+        self._variant(PLAIN).ask(self.traffic.queries(0, PROBE), self.traffic.concurrency)
         took = max(1e-6, self.clock() - before)
         return int(min(MOST, max(FEWEST, seconds * PROBE / took)))
 
     def _measure(
-        self, candidate: Candidate, wishes: Sequence[Wish]
+        self, candidate: Candidate, queries: Sequence[Query]
     ) -> tuple[list[Answer], Counts | None]:
         engine = self._variant(candidate)
         before = engine.counts()
-        answers = engine.ask(wishes, self.traffic.concurrency, stream=True)
+        answers = engine.ask(queries, self.traffic.concurrency, stream=True)
         after = engine.counts()
         counts = after - before if before is not None and after is not None else None
         return answers, counts
 
     def _variant(self, candidate: Candidate) -> Engine:
-        return self.engine.variant(candidate.wishes, salt="tune")
+        return self.engine.variant(candidate.options, salt="tune")
 
     def score(
         self,

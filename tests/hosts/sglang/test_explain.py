@@ -154,11 +154,11 @@ def test_twin_answers_tell_what_was_accepted(server):
 
 
 def test_the_tool_shows_what_the_server_did(server):
-    from outrider.explain.recording import Wishes
+    from outrider.explain.recording import ExplainOptions
     from outrider.explain.server import record
     from outrider.explain.walk import make_walk
 
-    wishes = Wishes(workload.OPENINGS[0], drafter="model", max_drafts=3, max_tokens=24)
-    walk = make_walk(*record(wishes, server.url, lambda count: None), {})
+    options = ExplainOptions(workload.OPENINGS[0], drafter="model", max_drafts=3, max_tokens=24)
+    walk = make_walk(*record(options, server.url, lambda count: None), {})
     assert walk.totals.accepted > 0
     assert len(walk.output_ids) == walk.totals.tokens == 24
