@@ -254,3 +254,16 @@ def test_wrong_pairing_is_found_by_the_type_checker(tmp_path):
     assert len(errors) == 1, found
     assert 'Argument 2 to "verify_block"' in errors[0]
     assert "Siblings" in errors[0]
+
+
+def test_a_lookup_without_branches_is_told_to_be_a_chain():
+    parts = np.array([7, 8, 9]), np.array([2, 1]), np.array([-1, 0, -1]), np.ones(3)
+    assert Proposal.found(*parts, trees=False).is_chain
+    assert "is_chain" not in vars(Proposal.found(*parts))  # it has to look
+
+
+def test_drafts_on_a_device_are_taken_there():
+    whole = Proposal.unclaimed([7, 8, 9], [2, 1], [-1, 0, -1])
+    taken = whole.to(torch.device("meta")).take(np.array([0, 2]))
+    assert taken.tokens.is_meta
+    assert taken.num_drafts.tolist() == [1, 1]

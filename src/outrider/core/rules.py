@@ -52,21 +52,20 @@ class Verdict:
         """Return the tokens that may be emitted, the rows that judged them, and how many: [B].
 
         Tokens and rows stand request by request. Rows are counted among the request's own: 0 is its
-        root. Waits for the device, once; not at all for a verdict of `match`, which has waited.
+        root. Waits for the device; not at all for a verdict of `match`, which has waited.
         """
-        accepted = self.accepted.to(self.next_tokens.dtype)  # an empty one may be of any type
-        on_host = torch.cat([accepted, self.next_tokens[:, None]], 1).cpu().numpy()
+        path, after = self.accepted.cpu().numpy(), self.next_tokens.cpu().numpy()
         if not len(proposal.parents):
-            ones = np.ones(len(on_host), np.int64)
-            return on_host[:, -1], ones - 1, ones
+            ones = np.ones(len(after), np.int64)
+            return after, ones - 1, ones
         drafts = proposal.tokens.cpu().numpy()
-        path = on_host[:, :-1]
-        kept, counts = path >= 0, (path >= 0).sum(-1) + 1
+        kept = path >= 0
+        counts = kept.sum(-1) + 1
         ends = counts.cumsum()
         is_last = np.zeros(ends[-1] if len(ends) else 0, np.bool_)
         is_last[ends - 1] = True
         tokens = np.empty(len(is_last), np.int64)
-        tokens[is_last] = on_host[:, -1]
+        tokens[is_last] = after
         rows = np.zeros(len(is_last), np.int64)
         if len(is_last) > len(counts):
             tokens[~is_last] = drafts[(proposal.starts[:-1, None] + path)[kept]]

@@ -57,6 +57,11 @@ class Flight:
         self.requests = [self.requests[r] for r in alive]
         self.members, self.proposal = self.members[alive], Proposal.empty(len(alive))
 
+    def prepare(self) -> None:
+        """Compute, while the device works, what `match` and `settle` need of the proposal."""
+        if len(self.proposal.parents):
+            _ = self.proposal.parent_rows, self.proposal.owners, self.proposal.starts
+
     def emitted(self) -> Tensor:
         """Return what the target emits after each row. Waits for the step."""
         self.result.copy_done.synchronize()

@@ -33,7 +33,12 @@ def write_slots(batch: Any, owner: Tensor, position: Tensor) -> Tensor:
 
 def read_slots(batch: Any, owner: Tensor, position: Tensor) -> Tensor:
     """Return the slots that the host's table has for these positions."""
-    slots: Tensor = batch.req_to_token_pool.req_to_token[batch.req_pool_indices[owner], position]
+    return slots_at(batch, batch.req_pool_indices[owner], position)
+
+
+def slots_at(batch: Any, pool_index: Tensor, position: Tensor) -> Tensor:
+    """Return the same for requests given by their req_pool_index."""
+    slots: Tensor = batch.req_to_token_pool.req_to_token[pool_index, position]
     return slots.to(torch.int64)
 
 
@@ -126,7 +131,7 @@ class StepRows:
         told[3] = lens[owners] + places
         names, told[4], sizes = _by_kind(active.kinds, owners)
         tokens, owner, seq_lens, position, order = to_device(told, batch.device)
-        slots = read_slots(batch, owner, position)
+        pool_index = batch.req_pool_indices[owner]
         groups: list[tuple[str, Tensor | None]] = [(names[0], None)]
         if len(names) > 1:
             groups = list(zip(names, order.split(sizes), strict=True))
@@ -135,12 +140,12 @@ class StepRows:
         forward = changed(
             plain,
             input_ids=tokens,
-            req_pool_indices=batch.req_pool_indices[owner],
+            req_pool_indices=pool_index,
             seq_lens=seq_lens.to(batch.seq_lens.dtype),
             seq_lens_cpu=torch.from_numpy(told[2]).to(batch.seq_lens_cpu.dtype),
             seq_lens_sum=int(told[2].sum()),
             orig_seq_lens=seq_lens.to(batch.orig_seq_lens.dtype),
-            out_cache_loc=slots,
+            out_cache_loc=slots_at(batch, pool_index, position),
             top_logprobs_nums=rows(plain.top_logprobs_nums),
             token_ids_logprobs=rows(plain.token_ids_logprobs),
             sampling_info=row_sampling(batch, active, proposal, owner),

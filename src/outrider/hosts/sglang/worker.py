@@ -417,6 +417,7 @@ class OutriderWorker:
             next_draft_input=draft,
         )
         self._flights.append(flight)
+        flight.prepare()
         self._meanwhile()
         return flight.result
 
