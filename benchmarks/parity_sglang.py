@@ -42,7 +42,7 @@ def main() -> None:
     logs = Path(tempfile.mkdtemp(prefix="outrider-parity-"))
     mode, sizes, concurrencies, dtype = [*parity.DETERMINISTIC], parity.TIGHT, (16,), "bfloat16"
     if args.crowd:
-        args.target, args.draft, args.count, dtype = "stories15m", "noisy copy", 510, "float32"
+        args.target, args.draft, args.count, dtype = "stories260k", "noisy copy", 510, "float32"
         sizes, concurrencies = parity.CROWD, (1, 4, *[16] * 4, *[64] * 6)
     target = Path(model_path(args.target))
     if args.crowd:
