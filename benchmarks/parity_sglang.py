@@ -43,6 +43,7 @@ def main() -> None:
     mode, sizes, concurrencies, dtype = [*parity.DETERMINISTIC], parity.TIGHT, (16,), "bfloat16"
     if args.crowd:
         args.target, args.draft, args.count, dtype = "stories260k", "noisy copy", 510, "float32"
+        parity.workload.GREEDY.update(parity.workload.ids_of(period=426))
         sizes, concurrencies = parity.CROWD, (1, 4, *[16] * 4, *[64] * 6)
     target = Path(model_path(args.target))
     if args.crowd:

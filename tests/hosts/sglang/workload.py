@@ -21,6 +21,16 @@ JSON_SCHEMA = (
     '"age": {"type": "integer", "maximum": 99, "minimum": 1}}, "required": ["name", "age"]}'
 )
 
+
+def ids_of(period: int) -> dict[str, dict]:
+    """Return the kinds that name tokens. period: the token of a full stop"""
+    return {
+        "logit_bias": {"logit_bias": {str(period): 3.0, "13": -2.0, "30": 4.0}},
+        "min_new_tokens": {"min_new_tokens": 8, "stop_token_ids": [period, 30]},
+        "stop ids": {"stop_token_ids": [period, 13, 30]},
+    }
+
+
 # sampling parameters by kind; "law" is what the kind's answer needs to be comparable
 GREEDY = {
     "greedy": {},
@@ -35,9 +45,7 @@ GREEDY = {
         "presence_penalty": 0.4,
         "min_new_tokens": 6,
     },
-    "logit_bias": {"logit_bias": {"29889": 3.0, "13": -2.0, "30": 4.0}},
-    "min_new_tokens": {"min_new_tokens": 8, "stop_token_ids": [29889, 30]},
-    "stop ids": {"stop_token_ids": [29889, 13, 30]},
+    **ids_of(period=29889),
     "stop strings": {"stop": [". The", "\n", " and", "8"]},
     "stop regex": {"stop_regex": "[A-Z][a-z]+ said"},
     "kept stop string": {"stop": ["was", "to"], "no_stop_trim": True},
