@@ -27,6 +27,7 @@ BEHIND = {
     ("sm_80", "paged D128 rows16"),
     ("sm_80", "paged D256 rows64"),
     ("sm_90", "paged D96 rows16"),
+    ("sm_90", "paged D128 rows16"),
 }
 
 
