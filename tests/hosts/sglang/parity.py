@@ -24,7 +24,7 @@ TIGHT = [
 ]
 CROWD = [
     *COMMON,
-    *("--max-total-tokens", "1600", "--max-running-requests", "64"),
+    *("--max-total-tokens", "700", "--max-running-requests", "64"),
     *("--schedule-conservativeness", "0.05", "--chunked-prefill-size", "48", "--enable-metrics"),
 ]
 STOCK = ["--attention-backend", "torch_native"]
