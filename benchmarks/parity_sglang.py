@@ -43,7 +43,6 @@ def main() -> None:
     mode, sizes, concurrencies, dtype = [*parity.DETERMINISTIC], parity.TIGHT, (16,), "bfloat16"
     if args.crowd:
         args.target, args.draft, args.count, dtype = "stories260k", "noisy copy", 510, "float32"
-        parity.workload.GREEDY.update(parity.workload.ids_of(period=426))
         sizes, concurrencies = parity.CROWD, (1, 4, *[16] * 4, *[64] * 6)
     target = Path(model_path(args.target))
     if args.crowd:
@@ -60,7 +59,7 @@ def main() -> None:
     ours = Server(target, *flags, log=logs / "ours.log", **environment)
     started = time.perf_counter()
     with bare, ours:
-        phases = parity.seeded_phases(args.count, args.tokens, no_repeat_processor())
+        phases = parity.seeded_phases(args.target, args.count, args.tokens, no_repeat_processor())
         comparison = parity.compare_seeded(bare, ours, phases, concurrencies)
         counters = ours.metrics()
         retractions = ours.log.read_text().count("Retract requests")

@@ -180,9 +180,9 @@ def compare_greedy(bare, ours, wishes):
     return comparison
 
 
-def seeded_phases(count, max_new, processor):
-    """Return requests by the path that they take through the host's sampler."""
-    kinds = [workload.GREEDY, workload.SEEDED, workload.FILTERED]
+def seeded_phases(model, count, max_new, processor):
+    """Return requests to a model, by the path that they take through the host's sampler."""
+    kinds = [workload.greedy(model), workload.SEEDED, workload.FILTERED]
     return [
         workload.make(kind, count // 3, seed, max_new, processor) for seed, kind in enumerate(kinds)
     ]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import sglang
 import torch
 import workload
 from server import proposed
@@ -173,6 +174,26 @@ def test_logprobs_stand_where_the_host_looks():
     assert output.next_token_logprobs.tolist() == [[-1, -2], [-4, 0], [0, 0]]
     found = [v.tolist() for v in output.next_token_top_logprobs_val]
     assert found == [[0.0], [1.0], [3.0], [], [], []]
+
+
+@pytest.mark.skipif(sglang.__version__ != "0.5.11", reason="mended in SGLang since")
+def test_a_retracted_prompt_forgets_its_first_attempt():
+    from outrider.hosts.sglang.host_0_5_11 import mend_prompt_logprobs
+
+    def req(done):
+        kept = {f"temp_input_token_ids_logprobs_{name}": [1.0] for name in ("val", "idx")}
+        return SimpleNamespace(input_token_logprobs=done, **kept)
+
+    begins, goes_on = req(None), req([-1.0])
+    named = [[1, 13], None]
+    plain = SimpleNamespace(token_ids_logprobs=named[:], reqs=[begins, goes_on])
+    mend_prompt_logprobs(plain)
+    assert plain.token_ids_logprobs == [[1, 13], []]
+    assert begins.temp_input_token_ids_logprobs_val is None
+    assert goes_on.temp_input_token_ids_logprobs_val == [1.0]
+    nobody = SimpleNamespace(token_ids_logprobs=[None, None], reqs=[begins, goes_on])
+    mend_prompt_logprobs(nobody)
+    assert nobody.token_ids_logprobs == [None, None]
 
 
 def test_hidden_states_are_those_of_the_request_after_others_ended():

@@ -29,7 +29,7 @@ PARALLEL = {
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_two_ranks(kind, launch, model_dir, noisy, tmp_path):
     """Greedy and sampled, with each drafter: the answers of K = 0, no rank lost."""
-    model = model_dir("stories15m")
+    model = model_dir("stories260k")
     flags, environment = PARALLEL[kind]
     environment = environment | parity.profile(tmp_path)
     draft = ["--speculative-draft-model-path", str(noisy(model))]

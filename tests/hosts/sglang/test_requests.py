@@ -50,6 +50,16 @@ def test_a_request_can_cap_its_drafts(most, server):
     assert len(histogram(meta)) <= most + 1
 
 
+def test_logprobs_of_named_tokens_beside_others(server):
+    """Prompts that are read together: 0.5.11 alone ends its scheduler, in two ways."""
+    plain = {**body(TEXT), "return_logprob": True, "logprob_start_len": 0}
+    named = {**plain, "token_ids_logprob": [1, 13, 29]}
+    alone = [server.ask("/generate", one) for one in (plain, named)]
+    server.settle_down()  # empties the cache: with its prompt cached, nothing would be read
+    together = server.ask_all([("/generate", one) for one in [plain, named] * 6], 12)
+    assert [workload.logprobs(one) for one in together] == [*map(workload.logprobs, alone)] * 6
+
+
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 def test_sglangs_own_fields_are_true(drafter, server):
     before = server.metrics()

@@ -31,7 +31,7 @@ def ids_of(period: int) -> dict[str, dict]:
     }
 
 
-# sampling parameters by kind; "law" is what the kind's answer needs to be comparable
+# sampling parameters by kind
 GREEDY = {
     "greedy": {},
     "ignore_eos": {"ignore_eos": True},
@@ -52,6 +52,15 @@ GREEDY = {
     "one token": {"max_new_tokens": 1},
     "two tokens": {"max_new_tokens": 2},
 }
+PERIOD = {"stories260k": 426}
+"""The token of a full stop, where it is not that of Llama 2."""
+
+
+def greedy(model: str) -> dict[str, dict]:
+    """Return the greedy kinds; tokens that they name are those of this model."""
+    return GREEDY | ids_of(PERIOD[model]) if model in PERIOD else GREEDY
+
+
 SEEDED = {
     "temperature": {"temperature": 0.8},
     "hot": {"temperature": 1.7},

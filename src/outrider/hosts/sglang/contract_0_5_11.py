@@ -158,7 +158,8 @@ ATTRIBUTES: dict[str, str] = {
         "return_logprob return_hidden_states "
         "hidden_states require_reasoning req_pool_idx extra_key stream finished_output "
         "finished_len output_ids_through_stop send_token_offset send_decode_id_offset "
-        "reasoning_tokens is_retracted custom_logit_processor"
+        "reasoning_tokens is_retracted custom_logit_processor input_token_logprobs "
+        "temp_input_token_ids_logprobs_val temp_input_token_ids_logprobs_idx"
     ),
     "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin": "server_args",
     "managers.overlap_utils.FutureMap": "spec_algo",

@@ -82,6 +82,8 @@ def _worker_class() -> type:
         def forward_batch_generation(self, plain: Any) -> Any:
             """Launch one step."""
             batch = plain.outrider_batch
+            if plain.forward_mode.is_extend():
+                mend_prompt_logprobs(plain)
             result = self._step(batch, plain)
             if plain.forward_mode.is_decode():
                 batch.seq_lens_cpu = result.next_draft_input.lens_cpu
@@ -237,6 +239,22 @@ def _create_worker(result: type, self: Any, server_args: Any) -> None:
 def _model_worker_batch(result: Any, self: Any, seq_lens_cpu_cache: Any = None) -> None:
     if isinstance(self.spec_algorithm, Algorithm):
         result.outrider_batch = self  # workers are given no more than the result
+
+
+def mend_prompt_logprobs(plain: Any) -> None:
+    """Keep 0.5.11 from ending the scheduler when prompts with `token_ids_logprob` are read.
+
+    It fails beside a prompt with logprobs that names no tokens. And a request that is retracted
+    while its prompt is read keeps the logprobs of the first attempt: then there are too many.
+    """
+    asked = plain.token_ids_logprobs or ()
+    if all(tokens is None for tokens in asked):
+        return
+    plain.token_ids_logprobs = [tokens or [] for tokens in asked]
+    for req in plain.reqs:
+        if req.input_token_logprobs is None:  # none of its prompt is done
+            req.temp_input_token_ids_logprobs_val = None
+            req.temp_input_token_ids_logprobs_idx = None
 
 
 def _resolve_tokens(original: Callable[..., Any], self: Any, result: Any, batch: Any) -> Any:
