@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.core import Law, Outcome, Proposal, Request, Unsupported
+from outrider.core import Outcome, Proposal, Request, Unsupported
 from outrider.hosts.transformers.pool import CachedSequence
 from outrider.hosts.transformers.runner import Exactness, Runner, Segment
 
@@ -31,7 +31,7 @@ class TransformersHost:
             )
         self._hidden_layers = tuple(layers)
 
-    def forward(self, requests: Sequence[Request], proposal: Proposal[Law]) -> Tensor:
+    def forward(self, requests: Sequence[Request], proposal: Proposal) -> Tensor:
         """Run the target over each request's last token and drafts. Return their logits, [N, V].
 
         A request that comes for the first time brings its whole prompt.
