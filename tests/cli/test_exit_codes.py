@@ -93,7 +93,7 @@ def test_an_option_that_does_not_exist(command):
         (["audit", f"{PAIR},max_drafts=-4"], "max_drafts=-4"),
         (["audit", f"{PAIR},max_drafts=abc"], "write a whole number, 0 or more"),
         (["audit", f"{PAIR},max_drafts=2.5"], "write a whole number, 0 or more"),
-        (["audit", f"{PAIR},exactness=bitwize"], "choose one of law, bitwise"),
+        (["audit", f"{PAIR},exactness=bitwize"], "choose one of lossless, bitwise"),
         (["audit", f"{PAIR},draft_bits=5"], "choose one of 4, 8"),
         (["audit", f"{PAIR},dtype=float99"], "choose one of auto, float32, bfloat16, float16"),
         (["audit", f"{PAIR},drafter=suffxi"], "'suffxi'; choose one of adaptive,"),
