@@ -100,7 +100,9 @@ def test_an_option_that_does_not_exist(command):
         (["audit", "http://h#max_drafts=-4"], "max_drafts=-4"),
         (["audit", PAIR, "--temperature", "inf"], "not a finite number"),
         (["audit", PAIR, "--prompts", "{latin}"], "cannot be read"),
-        (["audit", PAIR, "--law-prompts", "{latin}"], "cannot be read"),
+        (["audit", PAIR, "--sampling-prompts", "{latin}"], "cannot be read"),
+        (["audit", PAIR, "--law-prompts", "{latin}"], "cannot be read"),  # the old name
+        (["audit", PAIR, "--law-prompts", "a", "--sampling-prompts", "a"], "give one"),
         (["bench", PAIR, "--workload", "{latin}"], "cannot be read"),
         (["bench", PAIR, "--rate", "nan"], "above 0"),
         (["bench", "--compare", "{latin}", "{latin}"], "is no result"),
