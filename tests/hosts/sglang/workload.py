@@ -31,7 +31,7 @@ def ids_of(period: int) -> dict[str, dict]:
     }
 
 
-# sampling parameters by kind; "law" is what the kind's answer needs to be comparable
+# sampling parameters by kind; the name says what makes the kind's answers comparable
 GREEDY = {
     "greedy": {},
     "ignore_eos": {"ignore_eos": True},
