@@ -3,8 +3,8 @@
     python benchmarks/same_tokens.py [--target NAME] [--draft NAME] [--tokens 64]
 
 Plain decoding of all requests side by side is the reference; no other cell may differ in a single
-token, be it drafted, alone, or in other company. `exactness="law"` is run once beside it, to show
-what it is that `bitwise` adds.
+token, be it drafted, alone, or in other company. `exactness="lossless"` is run once beside it, to
+show what it is that `bitwise` adds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CELLS = [
     ("model", 2, 6, "T=1, top-p, penalties", "bitwise"),
     ("ngram", 4, 6, "T=1, top-p, penalties", "bitwise"),
     ("ragged", 6, 6, "T=1, top-p, penalties", "bitwise"),
-    ("random", 6, 6, "greedy", "law"),
+    ("random", 6, 6, "greedy", "lossless"),
 ]
 
 

@@ -34,7 +34,6 @@ from outrider.core import (
     Budget,
     Drafter,
     KeyedCoins,
-    Law,
     Outcome,
     Proposal,
     Request,
@@ -68,7 +67,7 @@ class ArcticDrafter:
         for request in requests:
             self._cache.start_request(request.id, np.array(request.tokens_from(0), np.int32))
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Propose what the tree says."""
         drafts = []
         for request, most in zip(requests, budget.max_drafts, strict=True):

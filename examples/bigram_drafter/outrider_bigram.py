@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
-from outrider.core import Budget, Draft, Law, Outcome, PointMass, Proposal, Request, chain
+from outrider.core import Budget, Draft, Outcome, PointMass, Proposal, Request, chain
 
 
 class BigramDrafter:
@@ -29,7 +29,7 @@ class BigramDrafter:
             self._tables[request.id] = defaultdict(Counter)
             self._learn(request, request.tokens_from(0))
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Propose for each request at most its budget of drafts."""
         pairs = zip(requests, budget.max_drafts, strict=True)
         return Proposal.of([self._draft(request, most) for request, most in pairs])

@@ -15,7 +15,7 @@ def test_a_true_engine(audit):
     assert result.verdict == SAME
     assert result.exit_code == 0
     assert result.greedy.identical == result.control.identical == 12
-    assert not result.law.differs
+    assert not result.sampling.differs
     assert result.notes == []
 
 
@@ -61,7 +61,7 @@ def test_logits_on_a_coarse_grid_tie(audit):
 @pytest.mark.parametrize(
     ("rule", "top_p"), [(greedy, 1.0), (argmax_as_sampled, 1.0), (no_top_p, 0.7)]
 )
-def test_a_biased_law_is_wrong(audit, rule, top_p):
+def test_a_biased_distribution_is_wrong(audit, rule, top_p):
     """These are right when greedy: only sampling shows them."""
 
     def biased(p, q, query, coins):
@@ -70,7 +70,7 @@ def test_a_biased_law_is_wrong(audit, rule, top_p):
     result = audit(Toy(biased), samples=150, top_p=top_p)
     assert result.greedy.identical == 12
     assert result.verdict == CHANGED
-    assert "another law" in result.headline
+    assert "another distribution" in result.headline
 
 
 def test_no_seed_comes_twice(audit, engines):
@@ -122,7 +122,7 @@ def test_an_engine_that_refuses_logprobs_is_asked_without(audit):
     result = audit(Toy(refuse=True), plain, samples=60)
     assert {query.logprobs for query in plain.asked} == {5, 1}
     assert result.verdict == SAME
-    assert result.law.tests
+    assert result.sampling.tests
     assert not result.greedy.drifts
     result = audit(Toy(top_two, refuse=True))
     assert result.verdict == OPEN

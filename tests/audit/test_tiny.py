@@ -33,17 +33,17 @@ def test_the_true_rule():
     result = found(samples=24)
     assert result.verdict in (SAME, TIES)
     assert result.greedy_counts.accepted > 50
-    assert result.law_counts.drafted > 10
-    assert result.law.tests
-    assert not result.law.differs
+    assert result.sampling_counts.drafted > 10
+    assert result.sampling.tests
+    assert not result.sampling.differs
 
 
 def test_a_planted_rule_that_takes_any_draft_among_the_two_best(monkeypatch):
     from outrider.core import loop, match
 
-    def lenient(rule, law, proposal, coins):
-        y = law.draw(coins)
-        best = law.logits.topk(2, dim=-1).indices.tolist()
+    def lenient(rule, p, proposal, coins):
+        y = p.draw(coins)
+        best = p.logits.topk(2, dim=-1).indices.tolist()
         for row, token in zip(proposal.parent_rows, proposal.tokens.tolist(), strict=True):
             if token in best[row]:
                 y[row] = token

@@ -1,4 +1,4 @@
-"""The law of a rule by enumeration: the shipped code, run once for each way its coins can fall.
+"""What a rule emits, by enumeration: the shipped code, run once for each way its coins can fall.
 
 A verify pass covers many requests, so all ways are tried in one pass: each copy of the request
 has a script for its coins, and its mass is the probability of that script.
@@ -23,33 +23,33 @@ from outrider.core import (
     SamplingParams,
     Siblings,
     Stream,
-    TargetLaw,
+    TargetDistribution,
     Verdict,
     chain,
     settle,
-    target_law,
+    target_distribution,
 )
 
 Context = tuple[int, ...]
 Model = Callable[[Context], Tensor]
-Rule = Callable[[TargetLaw, Proposal, "ScriptedCoins"], Verdict]
+Rule = Callable[[TargetDistribution, Proposal, "ScriptedCoins"], Verdict]
 TOLERANCE = 1e-12
 
 
 def table(vocab_size: int, seed: int, zeros: bool = False) -> Model:
-    """Return a model that has a fixed, arbitrary law for every context."""
-    laws: dict[Context, Tensor] = {}
+    """Return a model that has a fixed, arbitrary distribution for every context."""
+    known: dict[Context, Tensor] = {}
 
-    def law(context: Context) -> Tensor:
-        if context not in laws:
+    def probs(context: Context) -> Tensor:
+        if context not in known:
             g = torch.Generator().manual_seed(hash((seed, context)) % 2**31)
             weights = torch.rand(vocab_size, generator=g, dtype=torch.float64) ** 2 + 0.01
             if zeros:
                 weights[torch.randint(vocab_size, (1,), generator=g)] = 0
-            laws[context] = weights / weights.sum()
-        return laws[context]
+            known[context] = weights / weights.sum()
+        return known[context]
 
-    return law
+    return probs
 
 
 @dataclass
@@ -100,7 +100,7 @@ def row_logits(p: Model, proposal: Proposal) -> Tensor:
     return torch.stack([p(path).log() for path in proposal.paths()])
 
 
-def law_of_step(
+def step_distribution(
     rule: Rule,
     p: Model,
     drafts: list[tuple[Draft, float]],
@@ -108,7 +108,7 @@ def law_of_step(
     length: int,
     all_rows: bool = False,
 ) -> Tensor:
-    """Return the law of the first `length` tokens, [V] * length, the target finishing alone.
+    """Return how likely the first `length` tokens are, [V] * length, the target finishing alone.
 
     all_rows: whether the rule draws at every row and asks nothing else, as `match` does
     """
@@ -119,8 +119,8 @@ def law_of_step(
     sampling = SamplingParams(temperature=1.0, max_tokens=1000)
     requests = [Request(s, (0,), sampling, seed=s) for s in range(len(coins.mass))]
     proposal = Proposal.of([draft for draft, _ in drafts for _ in range(each)])
-    law = target_law(row_logits(p, proposal), Rows.of(requests, proposal))
-    outcomes = settle(requests, proposal, rule(law, proposal, coins))
+    target = target_distribution(row_logits(p, proposal), Rows.of(requests, proposal))
+    outcomes = settle(requests, proposal, rule(target, proposal, coins))
 
     found: Counter[Context] = Counter()
     weights = torch.tensor([weight for _, weight in drafts], dtype=torch.float64).repeat_interleave(
@@ -151,9 +151,9 @@ def target_sequences(p: Model, vocab_size: int, length: int) -> Tensor:
 
 def assert_exact(rule: Rule, p: Model, drafts: list, vocab_size: int, length: int, **kw) -> None:
     assert abs(sum(weight for _, weight in drafts) - 1) < TOLERANCE
-    law = law_of_step(rule, p, drafts, vocab_size, length, **kw)
-    error = (law - target_sequences(p, vocab_size, length)).abs().max().item()
-    assert error < TOLERANCE, f"max |law - p| = {error:.3g}"
+    found = step_distribution(rule, p, drafts, vocab_size, length, **kw)
+    error = (found - target_sequences(p, vocab_size, length)).abs().max().item()
+    assert error < TOLERANCE, f"max |found - p| = {error:.3g}"
 
 
 # Ways to draft, each with all drafts it can make and their probabilities.
@@ -167,8 +167,8 @@ def sampled_chains(q: Model, vocab_size: int, length: Callable[[Context], bool] 
     def grow(tokens: Context, mass: float) -> None:
         if not go_on(tokens):
             rows = [q(tokens[:i]) for i in range(len(tokens))]
-            law = Sampled(torch.stack(rows) if rows else torch.zeros(0, vocab_size))
-            found.append((Draft(tokens, tuple(range(-1, len(tokens) - 1)), law), mass))
+            drawn = Sampled(torch.stack(rows) if rows else torch.zeros(0, vocab_size))
+            found.append((Draft(tokens, tuple(range(-1, len(tokens) - 1)), drawn), mass))
             return
         for token, prob in enumerate(q(tokens).tolist()):
             if prob > 0:
@@ -197,11 +197,11 @@ def sibling_trees(q: Model, parents: tuple[int, ...], replacement: bool) -> list
         path, node = (), parents[i]
         while node != -1:
             path, node = (tokens[node], *path), parents[node]
-        law = q(path).clone()
+        probs = q(path).clone()
         if not replacement:
-            law[[tokens[j] for j in range(i) if parents[j] == parents[i]]] = 0
-            law = law / law.sum()
-        for token, prob in enumerate(law.tolist()):
+            probs[[tokens[j] for j in range(i) if parents[j] == parents[i]]] = 0
+            probs = probs / probs.sum()
+        for token, prob in enumerate(probs.tolist()):
             if prob > 0:
                 grow((*tokens, token), (*rows, q(path)), mass * prob)
 

@@ -55,7 +55,7 @@ def test_coin_depends_on_its_key_only():
     assert torch.equal(together, torch.cat(alone))
 
 
-def law_of_coin(accept, prob: float, size: int = 64) -> float:
+def answers_of_coin(accept, prob: float, size: int = 64) -> float:
     """Return how often a coin says yes, over `size` equally spread hashes, the ends included."""
     hashes = (torch.arange(size, dtype=torch.int64) * (2**32 // size)).clone()
     hashes[-1] = MASK
@@ -70,7 +70,7 @@ def law_of_coin(accept, prob: float, size: int = 64) -> float:
 
 def assert_fair(accept) -> None:
     for prob in (0.0, 0.25, 0.5, 0.75, 1.0):
-        assert law_of_coin(accept, prob).double().mean().item() == prob
+        assert answers_of_coin(accept, prob).double().mean().item() == prob
 
 
 def test_accept_is_fair_and_open():

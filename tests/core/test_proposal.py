@@ -72,13 +72,13 @@ def test_join_puts_parts_in_their_places(drafts, random):
     assert joined.tokens.tolist() == whole.tokens.tolist()
     assert joined.num_drafts.tolist() == whole.num_drafts.tolist()
     assert joined.parents.tolist() == whole.parents.tolist()
-    assert joined.laws == whole.laws
+    assert joined.distributions == whole.distributions
 
 
 def test_unclaimed():
     proposal = Proposal.unclaimed([4, 5, 6], [2, 0, 1], [ROOT, 0, ROOT])
     assert proposal.is_chain
-    assert proposal.laws == (PointMass(),) * 3
+    assert proposal.distributions == (PointMass(),) * 3
     assert proposal.paths() == ((), (4,), (4, 5), (), (), (6,))
     assert not Proposal.of([Draft((1, 2), (ROOT, ROOT), PointMass())]).is_chain
 
@@ -97,8 +97,8 @@ def test_confidences_travel_with_the_drafts():
 @given(st.lists(trees(), min_size=1, max_size=5))
 def test_drafts_go_in_and_come_out(drafts):
     found = Proposal.of(drafts).drafts()
-    assert [(d.tokens, d.parents, d.law) for d in found] == [
-        (d.tokens, d.parents, d.law) for d in drafts
+    assert [(d.tokens, d.parents, d.distribution) for d in found] == [
+        (d.tokens, d.parents, d.distribution) for d in drafts
     ]
 
 
@@ -229,17 +229,17 @@ def test_unknown_rule():
 
 
 PAIRINGS = """
-from outrider.core import Coins, PointMass, Proposal, Sampled, Siblings, TargetLaw
+from outrider.core import Coins, PointMass, Proposal, Sampled, Siblings, TargetDistribution
 from outrider.core import verify_block, verify_match, verify_residual
 
-def ok(p: TargetLaw, coins: Coins, a: Proposal[Sampled], b: Proposal[PointMass],
+def ok(p: TargetDistribution, coins: Coins, a: Proposal[Sampled], b: Proposal[PointMass],
        c: Proposal[Siblings]) -> None:
     verify_block(p, a, coins)
     verify_block(p, b, coins)
     verify_match(p, c, coins)
     verify_residual(p, c, coins)
 
-def wrong(p: TargetLaw, coins: Coins, c: Proposal[Siblings]) -> None:
+def wrong(p: TargetDistribution, coins: Coins, c: Proposal[Siblings]) -> None:
     verify_block(p, c, coins)
 """
 

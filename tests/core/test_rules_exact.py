@@ -1,5 +1,6 @@
-"""Every rule with every law, enumerated: the emitted tokens follow the target's law, or the test
-fails. Each biased twin, a mistake seen in the wild, must fail the same test."""
+"""Every rule with every kind of draft, enumerated: the emitted tokens have the target's
+distribution, or the test fails. Each biased twin, a mistake seen in the wild, must fail the same
+test."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from exact import (
     ScriptedCoins,
     assert_exact,
     greedy_chain,
-    law_of_step,
     sampled_chains,
     sibling_trees,
+    step_distribution,
     table,
 )
 
@@ -22,7 +23,8 @@ from outrider.core import (
     PointMass,
     Proposal,
     Sampled,
-    TargetLaw,
+    Siblings,
+    TargetDistribution,
     Verdict,
     chain,
     verify_block,
@@ -99,22 +101,22 @@ def test_sibling_tree(replacement, shape, seed):
 def test_sibling_chain_equals_sampled_chain():
     p, q = table(4, 1), table(4, 2)
     siblings = sibling_trees(q, (ROOT, 0), replacement=True)
-    a = law_of_step(verify_residual, p, siblings, 4, 3)
-    b = law_of_step(verify_residual, p, sampled_chains(q, 4, 2), 4, 3)
+    a = step_distribution(verify_residual, p, siblings, 4, 3)
+    b = step_distribution(verify_residual, p, sampled_chains(q, 4, 2), 4, 3)
     assert (a - b).abs().max() < TOLERANCE
 
 
 def expected_accepted(rule, p, drafts, v):
     expected = []
 
-    def spy(law: TargetLaw, proposal: Proposal, coins: ScriptedCoins) -> Verdict:
-        verdict = rule(law, proposal, coins)
+    def spy(target: TargetDistribution, proposal: Proposal, coins: ScriptedCoins) -> Verdict:
+        verdict = rule(target, proposal, coins)
         mass = coins.mass * verdict.num_accepted_drafts
         weights = torch.tensor([weight for _, weight in drafts], dtype=torch.float64)
         expected.append((mass.reshape(len(drafts), -1).sum(-1) * weights).sum().item())
         return verdict
 
-    law_of_step(spy, p, drafts, v, 1)
+    step_distribution(spy, p, drafts, v, 1)
     return expected[0]
 
 
@@ -153,7 +155,7 @@ def test_twin_unlikely_draft_dropped():
         assert_exact(verify_residual, p, drafts, 4, 2)
 
 
-def cumulative_walk(p: TargetLaw, proposal: Proposal, coins: ScriptedCoins) -> Verdict:
+def cumulative_walk(p: TargetDistribution, proposal: Proposal, coins: ScriptedCoins) -> Verdict:
     """Accept one of the siblings by the cumulated p of their tokens: right if they differ."""
     probs, batch = p.probs(), proposal.batch_size
     roots = list(proposal.root_rows)
@@ -191,7 +193,7 @@ def test_twin_without_replacement_judged_as_with():
     p, q = table(4, 0), table(4, 100)
     honest = sibling_trees(q, (ROOT, ROOT), replacement=False)
     lying = [
-        (Draft(d.tokens, d.parents, type(d.law)(d.law.q, replacement=True)), weight)
+        (Draft(d.tokens, d.parents, Siblings(d.distribution.q, replacement=True)), weight)
         for d, weight in honest
     ]
     assert_exact(verify_residual, p, honest, 4, 2)
@@ -203,6 +205,6 @@ def test_wrong_pairing_is_a_type_error():
     p, q = table(4, 0), table(4, 1)
     siblings = sibling_trees(q, (ROOT, ROOT), replacement=True)[:1]
     with pytest.raises(TypeError, match="chains"):
-        law_of_step(verify_block, p, siblings, 4, 1)
+        step_distribution(verify_block, p, siblings, 4, 1)
     with pytest.raises(TypeError, match="branches"):
-        law_of_step(verify_block, p, sibling_pair(0, 1), 4, 1)
+        step_distribution(verify_block, p, sibling_pair(0, 1), 4, 1)

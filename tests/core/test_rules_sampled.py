@@ -1,4 +1,4 @@
-"""The whole loop with real coins, many seeds: chi-square against the target's law.
+"""The whole loop with real coins, many seeds: chi-square against the target's distribution.
 
 The loop runs several steps, so a coin used twice across steps shows too.
 """
@@ -35,7 +35,7 @@ P, Q = table(V, 5), table(V, 105)
 
 
 class TableHost:
-    """Plays a target whose law is a table."""
+    """Plays a target whose distribution is a table."""
 
     def __init__(self, p: Model) -> None:
         self.p = p
@@ -53,8 +53,8 @@ class TableDrafter:
 
     name = "table"
 
-    def __init__(self, q: Model, law: str) -> None:
-        self.q, self.law = q, law
+    def __init__(self, q: Model, kind: str) -> None:
+        self.q, self.kind = q, kind
         self.generator = torch.Generator().manual_seed(0)
 
     def start(self, requests):
@@ -63,7 +63,7 @@ class TableDrafter:
     observe = stop = start
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
-        if self.law == "siblings":
+        if self.kind == "siblings":
             pairs = zip(requests, budget.max_drafts, strict=True)
             return Proposal.of([self.siblings(r) if k else chain(()) for r, k in pairs])
         positions = torch.tensor([request.position for request in requests])
@@ -74,22 +74,22 @@ class TableDrafter:
         for i in range(max(budget.max_drafts)):
             contexts = [(*r.output, *t) for r, t in zip(requests, tokens, strict=True)]
             rows.append(torch.stack([self.q(context) for context in contexts]))
-            argmax = self.law == "argmax"
+            argmax = self.kind == "argmax"
             drawn = rows[-1].argmax(-1) if argmax else self.draw(rows[-1], seeds, positions + i)
             for t, token in zip(tokens, drawn.tolist(), strict=True):
                 t.append(token)
         kept = [t[:k] for t, k in zip(tokens, budget.max_drafts, strict=True)]
-        laws = [
+        probs = [
             torch.stack([row[r] for row in rows[: len(t)]]) if t else None
             for r, t in enumerate(kept)
         ]
-        return Proposal.of([self.label(t, q) for t, q in zip(kept, laws, strict=True)])
+        return Proposal.of([self.label(t, q) for t, q in zip(kept, probs, strict=True)])
 
     def draw(self, q: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         return KeyedCoins().draw(q.log(), seeds, positions)
 
     def label(self, tokens: list[int], q: Tensor | None) -> Draft:
-        return chain(tokens) if self.law == "argmax" or q is None else chain(tokens, Sampled(q))
+        return chain(tokens) if self.kind == "argmax" or q is None else chain(tokens, Sampled(q))
 
     def siblings(self, request: Request) -> Draft:
         q = self.q(tuple(request.output))
@@ -137,14 +137,14 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "law"), EXACT)
-def test_law(rule, law):
-    assert p_value(sample(TableDrafter(Q, law), rule, KeyedCoins())) > 1e-3
+@pytest.mark.parametrize(("rule", "kind"), EXACT)
+def test_distribution(rule, kind):
+    assert p_value(sample(TableDrafter(Q, kind), rule, KeyedCoins())) > 1e-3
 
 
 def test_match_does_not_depend_on_the_drafts():
     ways = [("sampled", 0), ("sampled", 1), ("sampled", 3), ("argmax", 2), ("siblings", 2)]
-    runs = [sample(TableDrafter(Q, law), "match", KeyedCoins(), k) for law, k in ways]
+    runs = [sample(TableDrafter(Q, kind), "match", KeyedCoins(), k) for kind, k in ways]
     assert all(run == runs[0] for run in runs)
 
 

@@ -1,4 +1,4 @@
-"""The target's law: each transform against Transformers' own, and along paths."""
+"""The target's distribution: each transform against Transformers' own, and along paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.core import (
     Rows,
     SamplingParams,
     chain,
-    target_law,
+    target_distribution,
 )
 
 V = 11
@@ -34,13 +34,13 @@ def request(i: int = 0, output: tuple[int, ...] = (), **params) -> Request:
     return made
 
 
-def law(requests, proposal, values):
-    return target_law(values, Rows.of(requests, proposal))
+def distribution(requests, proposal, values):
+    return target_distribution(values, Rows.of(requests, proposal))
 
 
 def plain(values, **params):
-    """Return the law of one request at its last token."""
-    return law([request(**params)], Proposal.empty(1), values).logits
+    """Return the logits of one request at its last token."""
+    return distribution([request(**params)], Proposal.empty(1), values).logits
 
 
 processors = pytest.importorskip("transformers.generation.logits_process")
@@ -101,19 +101,21 @@ def test_greedy_ignores_what_only_reorders_nothing():
     """At temperature 0 truncation cannot matter, but penalties and bias do."""
     values = logits(1, 3)
     best = int(values.argmax())
-    assert law([request(top_k=1, top_p=0.1, min_p=0.9)], Proposal.empty(1), values).probs()[0, best]
-    biased = law([request(logit_bias={best: -math.inf})], Proposal.empty(1), values)
+    assert distribution(
+        [request(top_k=1, top_p=0.1, min_p=0.9)], Proposal.empty(1), values
+    ).probs()[0, best]
+    biased = distribution([request(logit_bias={best: -math.inf})], Proposal.empty(1), values)
     assert biased.probs()[0, best] == 0
     assert biased.probs().sum() == 1
 
 
 def test_greedy_rows_flip_no_coin():
     values = logits(1, 3)
-    assert law([request()], Proposal.empty(1), values).draw(None).item() == values.argmax()
+    assert distribution([request()], Proposal.empty(1), values).draw(None).item() == values.argmax()
 
 
 def test_penalties_advance_along_each_path():
-    """A row inside a block has the law of plain decoding after the drafts that lead to it."""
+    """A row inside a block has plain decoding's distribution after the drafts that lead to it."""
     params = {
         "temperature": 0.9,
         "repetition_penalty": 1.3,
@@ -122,11 +124,11 @@ def test_penalties_advance_along_each_path():
     }
     draft = Draft((4, 5, 4, 6), (ROOT, 0, 1, 0), PointMass())
     values = logits(5)
-    block = law([request(output=(7,), **params)], Proposal.of([draft]), values)
+    block = distribution([request(output=(7,), **params)], Proposal.of([draft]), values)
     paths = [(), (4,), (4, 5), (4, 5, 4), (4, 6)]
     for row, path in enumerate(paths):
         alone = request(output=(7, *path), **params)
-        expected = law([alone], Proposal.empty(1), values[row : row + 1])
+        expected = distribution([alone], Proposal.empty(1), values[row : row + 1])
         assert torch.equal(block.logits[row], expected.logits[0])
         assert block.positions[row] == expected.positions[0]
 
@@ -134,7 +136,7 @@ def test_penalties_advance_along_each_path():
 def test_penalties_by_hand():
     values = torch.zeros(1, V)
     values[0, 1], values[0, 4], values[0, 5] = 2.0, -2.0, 1.0
-    found = law(
+    found = distribution(
         [
             request(
                 output=(4, 4),
@@ -161,13 +163,13 @@ def test_grammar_sees_each_path():
         allowed[(output[-1] if output else 0) + 1] = True
         return allowed
 
-    found = law([request(grammar=only_the_next)], Proposal.of([chain((1, 2))]), logits(3))
+    found = distribution([request(grammar=only_the_next)], Proposal.of([chain((1, 2))]), logits(3))
     assert found.logits.argmax(-1).tolist() == [1, 2, 3]
     assert asked == [(), (1,), (1, 2)]
 
 
 def test_requests_in_a_batch_do_not_mix():
-    """Each request's rows have the law that they have alone."""
+    """Each request's rows have the distribution that they have alone."""
     params = [
         {},
         {"temperature": 0.7, "top_k": 3},
@@ -178,11 +180,11 @@ def test_requests_in_a_batch_do_not_mix():
     requests = [request(i, (8, i), **p) for i, p in enumerate(params)]
     proposal = Proposal.of([chain((9,) * i) for i in range(len(params))])
     values = logits(proposal.num_rows)
-    together = law(requests, proposal, values)
+    together = distribution(requests, proposal, values)
     for i, alone in enumerate(requests):
         start = proposal.root_rows[i]
         own = slice(start, start + proposal.num_drafts[i] + 1)
-        expected = law([alone], Proposal.of([chain((9,) * i)]), values[own])
+        expected = distribution([alone], Proposal.of([chain((9,) * i)]), values[own])
         assert torch.equal(together.logits[own], expected.logits)
         assert torch.equal(together.probs()[own], expected.probs())
         assert together.positions[own].tolist() == [4 + d for d in range(i + 1)]

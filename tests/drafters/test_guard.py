@@ -149,7 +149,7 @@ GARBAGE = {
     ),
     "not a proposal": lambda: None,
 }
-BAD_LAWS = {
+BAD_DISTRIBUTIONS = {
     "q is nan": of(chain([1], Sampled(Q * torch.nan)), chain([])),
     "q does not sum to 1": of(chain([1], Sampled(Q * 2)), chain([])),
     "q of another vocabulary": of(chain([1], Sampled(Q[:, :5] * 2)), chain([])),
@@ -166,16 +166,16 @@ def test_garbage(kind):
 
 
 @pytest.mark.parametrize("rule", ["residual", "block"])
-@pytest.mark.parametrize("kind", BAD_LAWS)
-def test_impossible_law(kind, rule):
-    guard = GuardedDrafter(Scripted(BAD_LAWS[kind]), V)
+@pytest.mark.parametrize("kind", BAD_DISTRIBUTIONS)
+def test_impossible_distribution(kind, rule):
+    guard = GuardedDrafter(Scripted(BAD_DISTRIBUTIONS[kind]), V)
     assert run(guard, 1, rule=rule) == [False]
     assert guard.fallbacks == {"garbage": 2}
-    # `match` does not look at the law
-    assert run(GuardedDrafter(Scripted(BAD_LAWS[kind]), V), 1) == [True]
+    # `match` does not look at it
+    assert run(GuardedDrafter(Scripted(BAD_DISTRIBUTIONS[kind]), V), 1) == [True]
 
 
-def test_law_that_does_not_fit_the_rule():
+def test_distribution_that_does_not_fit_the_rule():
     tree = Draft((1, 2), (ROOT, ROOT), Siblings(Q.expand(2, V), replacement=False))
     for rule, fits in (("block", False), ("residual", True), ("match", True)):
         guard = GuardedDrafter(Scripted(of(tree, chain([]))), V)

@@ -27,7 +27,7 @@ class Counting:
     max_unread, max_catch_up = 8, 512
 
     def __init__(self, first=0.7, second=0.2):
-        self.passes, self.law = 0, (first, second)
+        self.passes, self.chances = 0, (first, second)
         self.read, self.caught_up = [], []  # tokens of each pass
 
     def open(self, request):
@@ -39,7 +39,7 @@ class Counting:
         logits = torch.full((len(segments), V), -20.0)
         for row, (sequence, tokens) in zip(logits, segments, strict=True):
             sequence.length += len(tokens)
-            for ahead, chance in enumerate(self.law, 1):
+            for ahead, chance in enumerate(self.chances, 1):
                 row[(tokens[-1] + ahead) % V] = math.log(chance)
         return logits
 

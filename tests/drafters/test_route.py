@@ -72,7 +72,7 @@ def test_a_tree_is_refused_where_chains_were_asked_for():
     class Branching(Constant):
         def propose(self, requests, budget):
             return Proposal(
-                torch.tensor([1, 2]), (2,), (-1, -1), Proposal.empty(len(requests)).laws
+                torch.tensor([1, 2]), (2,), (-1, -1), Proposal.empty(len(requests)).distributions
             )
 
     guarded = GuardedDrafter(Branching(1), vocab_size=10)

@@ -28,7 +28,7 @@ from outrider.core import (
     Rows,
     SamplingParams,
     chain,
-    target_law,
+    target_distribution,
 )
 from outrider.core import match as core_match
 from outrider.kernels import keyed_coins, sample_match
@@ -36,7 +36,7 @@ from outrider.kernels.sample_match import DeviceCoins, reference
 from outrider.kernels.sample_match import triton as kernel
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-LAWS = {
+SAMPLINGS = {
     "greedy": {"temperature": 0.0},
     "greedy, with filters": {"temperature": 0.0, "top_k": 3, "top_p": 0.3, "min_p": 0.2},
     "plain": {},
@@ -58,7 +58,7 @@ def noise(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def law(rows: list[dict], seed: int = 0) -> tuple[torch.Tensor, ...]:
+def parameters(rows: list[dict], seed: int = 0) -> tuple[torch.Tensor, ...]:
     """Return the parameters of rows: temperature, top_k, top_p, min_p, seeds, positions."""
     full = [OFF | row for row in rows]
     floats = {name: torch.tensor([row[name] for row in full]) for name in OFF}
@@ -76,26 +76,26 @@ def assert_reference(logits: torch.Tensor, columns: tuple[torch.Tensor, ...]) ->
 
 @pytest.mark.parametrize("vocab", [1, 7, 1000, 5000])
 def test_mixed_rows(interpreted, vocab):
-    rows = list(LAWS.values())
-    together = assert_reference(noise(len(rows), vocab, seed=1), law(rows))
+    rows = list(SAMPLINGS.values())
+    together = assert_reference(noise(len(rows), vocab, seed=1), parameters(rows))
     assert len(set(together.tolist())) > 3 or vocab == 1
 
 
 def test_one_row(interpreted):
-    for row in LAWS.values():
-        assert_reference(noise(1, 7), law([row]))
+    for row in SAMPLINGS.values():
+        assert_reference(noise(1, 7), parameters([row]))
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_reference_is_core(name):
     """In core top-p adds float32 masses: these rows have none within 1e-5 of the boundary."""
-    params = OFF | LAWS[name]
-    logits, columns = noise(20, 300, seed=2), law([params] * 20)
+    params = OFF | SAMPLINGS[name]
+    logits, columns = noise(20, 300, seed=2), parameters([params] * 20)
     requests = [
         Request(i, (1,) * (position + 1), SamplingParams(**params), seed=seed)
         for i, (seed, position) in enumerate(zip(*(c.tolist() for c in columns[4:]), strict=True))
     ]
-    expected = target_law(logits, Rows.of(requests, Proposal.empty(20))).draw(KeyedCoins())
+    expected = target_distribution(logits, Rows.of(requests, Proposal.empty(20))).draw(KeyedCoins())
     assert sample_match.sample(logits, *columns).tolist() == expected.tolist()
 
 
@@ -106,29 +106,29 @@ def test_whole_vocabulary(interpreted):
     """
     vocab = 151_936
     logits = torch.stack([noise(vocab, scale=0.1), noise(vocab, seed=3, scale=2.0)])
-    found = assert_reference(logits, law([{}, {"top_k": 1000, "top_p": 0.9}], seed=4))
+    found = assert_reference(logits, parameters([{}, {"top_k": 1000, "top_p": 0.9}], seed=4))
     assert found[0] > 100_000
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SAMPLINGS)
 def test_ties(interpreted, name):
     """Few distinct values: the k-th has equals, and top-p ends among equals."""
     logits = (noise(2, 60, seed=5) / 2).round()
-    assert_reference(logits, law([LAWS[name]] * 2, seed=6))
+    assert_reference(logits, parameters([SAMPLINGS[name]] * 2, seed=6))
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.5, 4), (0.51, 5), (0.0625, 1)])
 def test_equals_are_kept_from_the_lowest_id(interpreted, top_p, kept):
     """Eight equal tokens, and masses that are exact: no rounding hides the boundary."""
     rows = 3 * kept
-    found = assert_reference(torch.zeros(rows, 8), law([{"top_p": top_p}] * rows))
+    found = assert_reference(torch.zeros(rows, 8), parameters([{"top_p": top_p}] * rows))
     assert 0 in found
     assert found.max() == kept - 1
 
 
 def test_zeros_of_both_signs_are_equal(interpreted):
     logits = torch.tensor([[-0.0, 0.0, -1.0, -0.0, 0.0]]).repeat(10, 1)
-    found = assert_reference(logits, law([{"top_k": 1}] * 10))
+    found = assert_reference(logits, parameters([{"top_k": 1}] * 10))
     assert set(found.tolist()) == {0, 1, 3, 4}
 
 
@@ -136,7 +136,7 @@ def test_greedy_takes_the_lowest_of_equals(interpreted):
     logits = torch.full((2, 9000), -1.0)
     logits[:, [4095, 4096, 8999]] = 2.0
     logits[1, 4095] = -2.0
-    assert assert_reference(logits, law([LAWS["greedy"]] * 2)).tolist() == [4095, 4096]
+    assert assert_reference(logits, parameters([SAMPLINGS["greedy"]] * 2)).tolist() == [4095, 4096]
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -148,7 +148,7 @@ def test_infinite_and_extreme_rows(interpreted, name):
     logits[3] = -math.inf
     logits[4, ::3] = math.nan  # counts as -inf
     logits[5, 20:] -= 1e4
-    found = assert_reference(logits, law([LAWS[name]] * 6))
+    found = assert_reference(logits, parameters([SAMPLINGS[name]] * 6))
     assert found[:2].tolist() == [30, 30]
     assert found[2] % 2 == 1
     assert found[3] == 0
@@ -157,23 +157,23 @@ def test_infinite_and_extreme_rows(interpreted, name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(interpreted, dtype):
-    rows = [LAWS[name] for name in FEW]
-    assert_reference(noise(len(rows), 300, seed=8).to(dtype), law(rows))
+    rows = [SAMPLINGS[name] for name in FEW]
+    assert_reference(noise(len(rows), 300, seed=8).to(dtype), parameters(rows))
 
 
 def test_strided_rows(interpreted):
     padded = noise(2 * len(FEW), 320, seed=9)
     logits = padded[::2, 3:303]
-    columns = law([LAWS[name] for name in FEW])
+    columns = parameters([SAMPLINGS[name] for name in FEW])
     assert torch.equal(assert_reference(logits, columns), kernel.sample(logits.clone(), *columns))
 
 
 def test_no_rows(interpreted):
-    assert kernel.sample(torch.zeros(0, 7), *law([])).tolist() == []
+    assert kernel.sample(torch.zeros(0, 7), *parameters([])).tolist() == []
 
 
 def rows_of_top_p() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    return noise(12, 12, seed=10, scale=1.0), law([{"top_p": 0.6}] * 12)
+    return noise(12, 12, seed=10, scale=1.0), parameters([{"top_p": 0.6}] * 12)
 
 
 exact_mass = kernel._mass_before
@@ -202,7 +202,7 @@ def test_twin_filter_that_is_too_strict(interpreted, monkeypatch):
     """Tokens that could have won must not be ruled out."""
     monkeypatch.setattr(kernel, "may_win", too_strict)
     with pytest.raises(AssertionError):
-        assert_reference(noise(8, 5000, seed=11, scale=1.0), law([{}] * 8))
+        assert_reference(noise(8, 5000, seed=11, scale=1.0), parameters([{}] * 8))
 
 
 # Matching
@@ -305,7 +305,7 @@ def test_twin_parents_off_by_one(interpreted):
 )
 def test_wrong_arguments_are_refused(change, error):
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
-    good = {"logits": torch.zeros(3, 7), **dict(zip(names, law([{}] * 3), strict=True))}
+    good = {"logits": torch.zeros(3, 7), **dict(zip(names, parameters([{}] * 3), strict=True))}
     assert len(sample_match.sample(**good)) == 3
     with pytest.raises((TypeError, ValueError), match=error):
         sample_match.sample(**(good | change))

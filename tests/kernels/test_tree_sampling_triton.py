@@ -1,4 +1,4 @@
-"""What a tree of drafts is verified into follows the target's law, in Triton too."""
+"""What a tree of drafts is verified into follows the target's distribution, in Triton too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pointers(parents, batch_size):
 
 
 def problem(parents, vocab_size, batch_size, seed=0, spread=1.5, steps=None, like_target=False):
-    """Random laws and coins, and drafts whose siblings differ."""
+    """Random distributions and coins, and drafts whose siblings differ."""
     generator = torch.Generator().manual_seed(seed)
     size = len(parents)
     logits = torch.randn((batch_size, size, vocab_size), generator=generator) * spread
@@ -45,10 +45,10 @@ def problem(parents, vocab_size, batch_size, seed=0, spread=1.5, steps=None, lik
     for b in range(batch_size):
         taken: dict[int, list[int]] = {}
         for node in range(1, size):
-            law = target[b, parents[node]] if like_target else torch.ones(vocab_size)
-            law = law.clone()
-            law[taken.setdefault(parents[node], [])] = 0
-            candidates[b, node] = torch.multinomial(law, 1, generator=generator)[0]
+            p = target[b, parents[node]] if like_target else torch.ones(vocab_size)
+            p = p.clone()
+            p[taken.setdefault(parents[node], [])] = 0
+            candidates[b, node] = torch.multinomial(p, 1, generator=generator)[0]
             taken[parents[node]].append(int(candidates[b, node]))
     return {
         **pointers(parents, batch_size),
@@ -189,12 +189,12 @@ def test_arguments():
             run(tree_sampling, {**given, name: wrong})
 
 
-# -- the law
+# -- the distribution
 
 PROBS = torch.tensor(
     [[0.4, 0.3, 0.2, 0.1, 0.0], [0.1, 0.1, 0.1, 0.1, 0.6], [0.0, 0.5, 0.25, 0.25, 0.0]]
 )
-"""The law after the root, after token 0 and after any other first token."""
+"""The distribution after the root, after token 0 and after any other first token."""
 
 
 def small_tree():
@@ -228,11 +228,11 @@ def first_two(module, coins, finals):
 def pvalues(first, second):
     """Chi-square of what came against what should; 0 if something impossible came, or nothing."""
     found = []
-    for counts, law in ((first, PROBS[0]), (second[0], PROBS[1]), (second[2], PROBS[2])):
-        if counts[law == 0].any() or not counts.any():
+    for counts, p in ((first, PROBS[0]), (second[0], PROBS[1]), (second[2], PROBS[2])):
+        if counts[p == 0].any() or not counts.any():
             return [0.0]
-        counts, law = counts[law > 0].double(), law[law > 0].double()
-        found.append(float(chisquare(counts, law / law.sum() * counts.sum()).pvalue))
+        counts, p = counts[p > 0].double(), p[p > 0].double()
+        found.append(float(chisquare(counts, p / p.sum() * counts.sum()).pvalue))
     return found
 
 
@@ -241,8 +241,8 @@ def coins_of(count, seed):
     return torch.rand((count, 6), generator=generator), torch.rand(count, generator=generator)
 
 
-def test_law_by_enumeration():
-    """Coins on a grid of 20 x 20 x 20 and laws in steps of 1/20: every frequency is exact."""
+def test_distribution_by_enumeration():
+    """Coins on a grid of 20 x 20 x 20, probabilities in steps of 1/20: every frequency is exact."""
     grid = (torch.arange(20) + 0.5) / 20
     root, node, final = (c.reshape(-1) for c in torch.meshgrid(grid, grid, grid, indexing="ij"))
     coins = torch.zeros(len(root), 6)
@@ -257,11 +257,11 @@ def test_law_by_enumeration():
     assert second[2][0] == second[2][4] == 0
 
 
-def test_law_of_the_reference():
+def test_distribution_of_the_reference():
     assert min(pvalues(*first_two(reference, *coins_of(5_000, 0)))) > 1e-3
 
 
-def test_law_of_the_kernel_is_the_references(interpreted):
+def test_distribution_of_the_kernel_is_the_references(interpreted):
     (first, second), (same, also) = (first_two(m, *coins_of(60, 1)) for m in (kernel, reference))
     assert torch.equal(first, same)
     assert all(torch.equal(second[y], also[y]) for y in (0, 2))
@@ -281,7 +281,7 @@ class Biased:
         )
 
 
-def test_twin_a_biased_walk_fails_the_law():
+def test_twin_a_biased_walk_has_another_distribution():
     assert min(pvalues(*first_two(Biased, *coins_of(5_000, 0)))) < 1e-6
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import outrider
-from outrider.core import Budget, Law, Outcome, Request
+from outrider.core import Budget, Outcome, Request
 
 
 class Nothing:
@@ -18,7 +18,7 @@ class Nothing:
 
     def start(self, requests: Sequence[Request]) -> None: ...
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> outrider.Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> outrider.Proposal:
         return outrider.Proposal.of([outrider.chain([]) for _ in requests])
 
     def observe(self, outcomes: Sequence[Outcome]) -> None: ...

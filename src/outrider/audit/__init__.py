@@ -1,7 +1,8 @@
 """Is speculation changing answers? `outrider audit` asks two engines the same and compares.
 
-`compare.py` finds where two greedy answers part, and says whether rounding explains it; `law.py`
-tests whether sampled answers follow one law; `run.py` asks, `result.py` judges, `page.py` shows.
+`compare.py` finds where two greedy answers part, and says whether rounding explains it;
+`distribution.py` tests whether sampled answers follow one distribution; `run.py` asks, `result.py`
+judges, `page.py` shows.
 """
 
 from outrider.audit.compare import (

@@ -1,4 +1,4 @@
-"""An audit as one HTML page: the verdict, the divergences side by side, the laws."""
+"""An audit as one HTML page: the verdict, the divergences side by side, the distributions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from importlib.resources import files
 
 from outrider.audit.compare import Divergence
-from outrider.audit.law import SIGNIFICANT, Law
+from outrider.audit.distribution import SIGNIFICANT, DistributionResult
 from outrider.audit.plots import cut, histogram, outcomes, visible
 from outrider.audit.result import CHANGED, SAME, TIES, Agreement, Result, summary
 from outrider.engines import Answer, Token
@@ -39,8 +39,8 @@ def page(result: Result) -> str:
     shown.section("Greedy answers", *_greedy(result))
     if result.greedy.divergences:
         shown.section("Where they part", *_divergences(result))
-    if result.law is not None and result.law.tests:
-        shown.section("Sampled answers", *_law(result, result.law))
+    if result.sampling is not None and result.sampling.tests:
+        shown.section("Sampled answers", *_sampled(result, result.sampling))
     shown.section("What was asked", *_asked(result))
     shown.made_with(
         {
@@ -202,32 +202,33 @@ def _no_plots(error: ImportError) -> str:
 # -- sampled
 
 
-def _law(result: Result, law: Law) -> Iterator[str]:
-    settings, (low, high) = result.settings, law.detectable
-    worst = law.worst
+def _sampled(result: Result, sampling: DistributionResult) -> Iterator[str]:
+    settings, (low, high) = result.settings, sampling.detectable
+    worst = sampling.worst
     assert worst is not None
     said = (
-        f"{settings.samples} answers of each engine to each of {len(law.counts)} prompts, at "
+        f"{settings.samples} answers of each engine to each of {len(sampling.counts)} prompts, at "
         f"temperature {settings.temperature:g}"
     )
     if settings.top_p < 1:
         said += f" and top-p {settings.top_p:g}"
-    found = "do not follow one law" if law.differs else "may follow one law"
+    found = "do not follow one distribution" if sampling.differs else "may follow one distribution"
     yield (
-        f"<p class='wide'>{said}: they {found}. The smallest p-value of {len(law.tests)} "
+        f"<p class='wide'>{said}: they {found}. The smallest p-value of {len(sampling.tests)} "
         f"chi-square tests is {worst.corrected:.2g} after correction for their number; below "
-        f"{SIGNIFICANT:g} counts as a difference. With so many answers, laws that lie {low:.2f} "
-        f"apart (total variation, on average over the prompts; {high:.2f} for long outcomes) would "
-        "be told apart in 9 of 10 audits.</p>"
+        f"{SIGNIFICANT:g} counts as a difference. With so many answers, distributions that lie "
+        f"{low:.2f} apart (total variation, on average over the prompts; {high:.2f} for long "
+        "outcomes) would be told apart in 9 of 10 audits.</p>"
     )
-    if result.law_counts is not None:
+    if result.sampling_counts is not None:
         yield (
-            f"<p>{result.law_counts.drafted:,.0f} tokens were drafted meanwhile, and "
-            f"{result.law_counts.accepted:,.0f} of them accepted.</p>"
+            f"<p>{result.sampling_counts.drafted:,.0f} tokens were drafted meanwhile, and "
+            f"{result.sampling_counts.accepted:,.0f} of them accepted.</p>"
         )
-    numbers = sorted({test.prompt for test in law.tests if test.prompt is not None})
+    numbers = sorted({test.prompt for test in sampling.tests if test.prompt is not None})
     telling = [
-        min((t for t in law.tests if t.prompt == n), key=lambda test: test.p_value) for n in numbers
+        min((t for t in sampling.tests if t.prompt == n), key=lambda test: test.p_value)
+        for n in numbers
     ]
     try:
         panels = [outcomes(test) for test in telling]
@@ -249,10 +250,10 @@ def _law(result: Result, law: Law) -> Iterator[str]:
             f"{test.corrected:.2g}",
             f"{test.detectable:.2f}",
         ]
-        for test in law.tests
+        for test in sampling.tests
     ]
     states: dict[tuple[int, int], State] = {
-        (r, 5): "bad" for r, test in enumerate(law.tests) if test.differs
+        (r, 5): "bad" for r, test in enumerate(sampling.tests) if test.differs
     }
     heads = ["prompt", "outcome", "chi-square", "freedom", "p", "corrected p", "distance found"]
     yield table(heads, rows, states) + "</details>"
@@ -262,7 +263,7 @@ def _law(result: Result, law: Law) -> Iterator[str]:
 
 
 def _asked(result: Result) -> Iterator[str]:
-    for title, prompts in (("Greedy", result.prompts), ("Sampled", result.law_prompts)):
+    for title, prompts in (("Greedy", result.prompts), ("Sampled", result.sampling_prompts)):
         if prompts:
             yield f"<details><summary>{title}: {len(prompts)} prompts</summary><ol>"
             yield from (f"<li class='prompt'>{escape(cut(p, 300))}</li>" for p in prompts)

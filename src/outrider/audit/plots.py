@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 
-from outrider.audit.law import LawTest
+from outrider.audit.distribution import DistributionTest
 
 __all__ = ["cut", "histogram", "outcomes", "visible"]
 
@@ -44,7 +44,7 @@ def histogram(
     return plots.svg(figure, axes, title, f"audit {title}")
 
 
-def outcomes(test: LawTest) -> str:
+def outcomes(test: DistributionTest) -> str:
     """Return how often each outcome came from both engines, as SVG."""
     from outrider.report import plots
 
@@ -64,7 +64,7 @@ def outcomes(test: LawTest) -> str:
     title = f"prompt {(test.prompt or 0) + 1}, {test.way}: corrected p {test.corrected:.2g}"
     with warnings.catch_warnings():  # the browser has glyphs that matplotlib lacks
         warnings.simplefilter("ignore")
-        return plots.svg(figure, axes, title, f"audit law {test.prompt}")
+        return plots.svg(figure, axes, title, f"audit sampling {test.prompt}")
 
 
 def _label(outcome: tuple[str, ...] | None) -> str:

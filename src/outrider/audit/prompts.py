@@ -7,9 +7,9 @@ from pathlib import Path
 
 from outrider.errors import UsageError
 
-__all__ = ["LAW_PROMPTS", "read_prompts"]
+__all__ = ["SAMPLING_PROMPTS", "read_prompts"]
 
-LAW_PROMPTS = (
+SAMPLING_PROMPTS = (
     "Continue this list of coin flips with ten more, separated by spaces: heads tails tails heads "
     "tails heads heads tails tails heads",
     "Roll a die ten times. Write the numbers, separated by commas, and nothing else.",

@@ -17,7 +17,7 @@ from outrider.audit.compare import (
     compare,
     tolerance,
 )
-from outrider.audit.law import POWER, Law, compare_laws
+from outrider.audit.distribution import POWER, DistributionResult, compare_distributions
 from outrider.engines import Answer, Counts, Token
 from outrider.report.console import Exit
 
@@ -42,7 +42,7 @@ Answers = dict[int, Answer]
 class Settings:
     """How the engines are asked.
 
-    samples: answers to each prompt of the law test; 0 leaves it out
+    samples: answers to each prompt of the sampling test; 0 leaves it out
     tolerance: a margin up to which a divergence is a tie; None reads it from the noise
     min_prompts, min_tokens: what must have been compared for a good verdict
     """
@@ -69,8 +69,8 @@ class Heard:
     plain: Answers = field(default_factory=dict)
     plain_again: Answers = field(default_factory=dict)
     speculative: Answers = field(default_factory=dict)
-    law_plain: Answers = field(default_factory=dict)
-    law_speculative: Answers = field(default_factory=dict)
+    sampled_plain: Answers = field(default_factory=dict)
+    sampled_speculative: Answers = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -142,21 +142,21 @@ class Agreement:
 class Result:
     """All that an audit found, whole or as far as it came.
 
-    prompts, law_prompts: what was asked
+    prompts, sampling_prompts: what was asked
     facts: what the engines say about themselves, "plain" and "speculative"
-    greedy_counts, law_counts: what speculation did in each part, if the engine tells
+    greedy_counts, sampling_counts: what speculation did in each part, if the engine tells
     plain_counts: the same of the plain engine, which must not draft
     stopped: why it ended early, or None; interrupted: whether by Ctrl-C
     """
 
     settings: Settings
     prompts: Sequence[str]
-    law_prompts: Sequence[str]
+    sampling_prompts: Sequence[str]
     heard: Heard
     facts: Mapping[str, Mapping[str, Any]]
     provenance: Mapping[str, Any]
     greedy_counts: Counts | None = None
-    law_counts: Counts | None = None
+    sampling_counts: Counts | None = None
     plain_counts: Counts | None = None
     stopped: str | None = None
     interrupted: bool = False
@@ -180,11 +180,11 @@ class Result:
         return tolerance(both)
 
     @cached_property
-    def law(self) -> Law | None:
-        """The law test, if there was one."""
-        sides = self.heard.law_plain, self.heard.law_speculative
-        plain, speculative = (_by_prompt(side, len(self.law_prompts)) for side in sides)
-        return compare_laws(plain, speculative) if plain and speculative else None
+    def sampling(self) -> DistributionResult | None:
+        """The sampling test, if there was one."""
+        sides = self.heard.sampled_plain, self.heard.sampled_speculative
+        plain, speculative = (_by_prompt(side, len(self.sampling_prompts)) for side in sides)
+        return compare_distributions(plain, speculative) if plain and speculative else None
 
     @cached_property
     def verdicts(self) -> dict[int, Verdict]:
@@ -214,12 +214,12 @@ class Result:
                 f"{len(self.greedy.faults)} answers of the same tokens differ otherwise "
                 f"(prompt {n + 1}: {'; '.join(faults)})"
             )
-        if self.law is not None and self.law.differs:
-            worst = self.law.worst
+        if self.sampling is not None and self.sampling.differs:
+            worst = self.sampling.worst
             assert worst is not None
             where = "all prompts" if worst.prompt is None else f"prompt {worst.prompt + 1}"
             yield (
-                f"sampled answers follow another law ({worst.way} of {where}: "
+                f"sampled answers follow another distribution ({worst.way} of {where}: "
                 f"corrected p = {worst.corrected:.1g})"
             )
 
@@ -262,9 +262,9 @@ class Result:
         said = f"{self.evidence:,}{told} tokens of {prompts} compared"
         if self.rarest_fault is not None:
             said += f": a fault in 1 of {self.rarest_fault:,} tokens would show in 9 of 10 audits"
-        if self.law is None or not self.law.tests or self.law.detectable[0] >= 1:
+        if self.sampling is None or not self.sampling.tests or self.sampling.detectable[0] >= 1:
             return f"{said}; sampling not tested"
-        return f"{said}; in sampling, distances from {self.law.detectable[0]:.2f}"
+        return f"{said}; in sampling, distances from {self.sampling.detectable[0]:.2f}"
 
     @property
     def thin(self) -> str | None:
@@ -349,17 +349,18 @@ class Result:
             )
         if self.greedy_counts is None and len(self.greedy):
             yield "the speculative engine does not tell whether it drafted"
-        if self.law is None:
+        if self.sampling is None:
             yield "sampling was not tested"
-        elif not self.law.tests:
+        elif not self.sampling.tests:
             yield "sampling was not tested: every sampled answer was the same, or there are too few"
-        elif self.law_counts is not None and not self.law_counts.drafted:
-            yield "no draft took part in the sampled answers: the law test says nothing"
+        elif self.sampling_counts is not None and not self.sampling_counts.drafted:
+            yield "no draft took part in the sampled answers: the sampling test says nothing"
 
     # -- as plain values
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain values."""
+        sampling = self.sampling
         return {
             "verdict": self.verdict,
             "headline": self.headline,
@@ -370,7 +371,8 @@ class Result:
                 "prompts": len(self.greedy),
                 "tokens": self.evidence,
                 "one_fault_in": self.rarest_fault,
-                "law_distance": self.law.detectable[0] if self.law and self.law.tests else None,
+                # the sampling test's keys are `law` and `law_distance`: users hold such files
+                "law_distance": sampling.detectable[0] if sampling and sampling.tests else None,
             },
             "notes": self.notes,
             "skipped": {str(n): why for n, why in self.heard.skipped.items()},
@@ -381,12 +383,12 @@ class Result:
             "tolerance": asdict(self.tolerance),
             "greedy": self._agreement(self.greedy),
             "control": self._agreement(self.control),
-            "law": self._law(),
+            "law": self._sampling(),
             "counts": {
                 name: counts and counts.as_json()
                 for name, counts in (
                     ("greedy", self.greedy_counts),
-                    ("law", self.law_counts),
+                    ("law", self.sampling_counts),
                     ("plain", self.plain_counts),
                 )
             },
@@ -410,15 +412,15 @@ class Result:
             ],
         }
 
-    def _law(self) -> dict[str, Any] | None:
-        if self.law is None:
+    def _sampling(self) -> dict[str, Any] | None:
+        if self.sampling is None:
             return None
         return {
-            "differs": self.law.differs,
-            "detectable": self.law.detectable,
-            "prompts": list(self.law_prompts),
-            "counts": [list(pair) for pair in self.law.counts],
-            "tests": [asdict(test) for test in self.law.tests],
+            "differs": self.sampling.differs,
+            "detectable": self.sampling.detectable,
+            "prompts": list(self.sampling_prompts),
+            "counts": [list(pair) for pair in self.sampling.counts],
+            "tests": [asdict(test) for test in self.sampling.tests],
         }
 
 

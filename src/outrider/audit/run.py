@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.audit.law import LENGTH
-from outrider.audit.prompts import LAW_PROMPTS, read_prompts
+from outrider.audit.distribution import LENGTH
+from outrider.audit.prompts import SAMPLING_PROMPTS, read_prompts
 from outrider.audit.result import (
     CHANGED,
     SAME,
@@ -49,7 +49,7 @@ def run(
     settings: Settings,
     *,
     count: int | None = None,
-    law_prompts: Path | None = None,
+    sampling_prompts: Path | None = None,
     out: Path = Path("outrider-audit"),
     as_json: bool = False,
 ) -> None:
@@ -63,11 +63,11 @@ def run(
     if importlib.util.find_spec("scipy") is None:
         raise Unsupported("chi-square without scipy", fix="pip install 'outrider[tools]'")
     asked = read_prompts(prompts)[:count] if isinstance(prompts, Path) else prompts
-    law = read_prompts(law_prompts) if law_prompts else LAW_PROMPTS
+    sampled = read_prompts(sampling_prompts) if sampling_prompts else SAMPLING_PROMPTS
     names = (plain, speculative) if speculative else both_modes(plain)
     out.mkdir(parents=True, exist_ok=True)
     with _progress(console) as ticker:
-        result = audit(names, asked, law, settings, ticker)
+        result = audit(names, asked, sampled, settings, ticker)
     _write(result, out)
     if as_json:
         sys.stdout.write(_text(result))
@@ -101,7 +101,7 @@ def _progress(console: Console) -> Iterator[Ticker]:
 def audit(
     names: tuple[str, str],
     prompts: Sequence[str],
-    law_prompts: Sequence[str],
+    sampling_prompts: Sequence[str],
     settings: Settings,
     ticker: Ticker = lambda stage, total: lambda: None,
 ) -> Result:
@@ -112,7 +112,7 @@ def audit(
     from outrider.report import provenance
 
     heard = Heard()
-    result = Result(settings, prompts, law_prompts, heard, {}, provenance())
+    result = Result(settings, prompts, sampling_prompts, heard, {}, provenance())
     with closing(open_engine(names[0])) as plain, closing(open_engine(names[1])) as speculative:
         facts = {"plain": plain.facts(), "speculative": speculative.facts()}
         result = replace(result, facts=facts)
@@ -132,7 +132,7 @@ def audit(
     return replace(
         result,
         greedy_counts=counts.get("speculative"),
-        law_counts=counts.get("law_speculative"),
+        sampling_counts=counts.get("sampled_speculative"),
         plain_counts=counts.get("plain"),
         stopped=stopped,
         interrupted=interrupted,
@@ -160,18 +160,18 @@ def _stages(
             raise Unsupported(f"every prompt is refused: {heard.skipped[0]}", fix="use others")
         tick = ticker(name, len(left))
         yield _ask(engine, asked, left, answers, settings, tick, heard.skipped), name
-    if not settings.samples or not result.law_prompts:
+    if not settings.samples or not result.sampling_prompts:
         return
-    count = settings.samples * len(result.law_prompts)
-    # no seed comes twice: with the same seed, engines could agree without agreeing on the law
+    count = settings.samples * len(result.sampling_prompts)
+    # no seed comes twice: with the same ones, engines could agree and have other distributions
     seeds = random.Random(settings.seed).sample(range(2**31), 2 * count)
     for engine, own, answers, name in (
-        (plain, seeds[:count], heard.law_plain, "law_plain"),
-        (speculative, seeds[count:], heard.law_speculative, "law_speculative"),
+        (plain, seeds[:count], heard.sampled_plain, "sampled_plain"),
+        (speculative, seeds[count:], heard.sampled_speculative, "sampled_speculative"),
     ):
         sampled = [
             Query(
-                result.law_prompts[n % len(result.law_prompts)],
+                result.sampling_prompts[n % len(result.sampling_prompts)],
                 settings.chat,
                 LENGTH,
                 settings.temperature,
@@ -181,7 +181,7 @@ def _stages(
             )
             for n, seed in enumerate(own)
         ]
-        tick = ticker(name.replace("law_", "samples, "), count)
+        tick = ticker(name.replace("sampled_", "samples, "), count)
         yield _ask(engine, sampled, list(range(count)), answers, settings, tick), name
 
 
@@ -249,7 +249,7 @@ def _write(result: Result, out: Path) -> None:
 
 
 def show(result: Result, console: Console) -> None:
-    """Print how far the engines agree, each divergence, the law, and the verdict."""
+    """Print how far the engines agree, each divergence, the sampling test, and the verdict."""
     table = Table("greedy", "identical", "95 %", "tokens agreed", "drift: median, p99, max",
                   box=None, pad_edge=False)  # fmt: skip
     sides = {"speculative": result.greedy, "plain again": result.control}
@@ -269,11 +269,11 @@ def show(result: Result, console: Console) -> None:
             style="red" if verdict == "wrong" else "yellow",
             markup=False,
         )
-    if result.law is not None and result.law.worst is not None:
-        low, high = result.law.detectable
+    if result.sampling is not None and result.sampling.worst is not None:
+        low, high = result.sampling.detectable
         console.print(
-            f"law: {len(result.law.tests)} tests, smallest corrected p "
-            f"{result.law.worst.corrected:.2g}; distances from {low:.2f} ({high:.2f} for long "
+            f"sampling: {len(result.sampling.tests)} tests, smallest corrected p "
+            f"{result.sampling.worst.corrected:.2g}; distances from {low:.2f} ({high:.2f} for long "
             "outcomes) would be found"
         )
     for note in result.notes:

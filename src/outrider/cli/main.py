@@ -313,16 +313,20 @@ def audit(
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each greedy answer.")] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
     samples: Annotated[
-        int, typer.Option(min=0, help="Sampled answers to each prompt of the law test; 0: none.")
+        int, typer.Option(min=0, help="Answers to each prompt of the sampling test; 0: none.")
     ] = 200,
+    sampling_prompts: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(help="A file of prompts for the sampling test: with many likely answers."),
+    ] = None,
     law_prompts: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="A file of prompts for the law test: ones with many likely answers."),
+        typer.Option(hidden=True, help="The old name of --sampling-prompts."),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(min=0.01, callback=_finite, help="Of the law test.")
+        float, typer.Option(min=0.01, callback=_finite, help="Of the sampling test.")
     ] = 1.0,
-    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Of the law test.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=0.01, max=1, help="Of the sampling test.")] = 1.0,
     tolerance: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
@@ -336,7 +340,7 @@ def audit(
         int, typer.Option(min=1, help="The same of tokens; of drafted ones, if the engine tells.")
     ] = 115,
     chat: Annotated[bool, typer.Option(help="Use the model's chat template.")] = True,
-    seed: Annotated[int, typer.Option(min=0, help="Of the seeds of the law test.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the seeds of the sampling test.")] = 0,
     out: Annotated[Path, typer.Option(help="Where audit.json and audit.html are written.")] = Path(
         "outrider-audit"
     ),
@@ -351,6 +355,8 @@ def audit(
 
     if workload not in workloads.KINDS:
         raise typer.BadParameter(f"workload {workload!r}: choose from {', '.join(workloads.KINDS)}")
+    if sampling_prompts and law_prompts:
+        raise typer.BadParameter("--law-prompts is the old name of --sampling-prompts: give one")
     try:
         asked = prompts or workloads.prompts(workload, count or 24)
     except ValueError as error:
@@ -373,7 +379,7 @@ def audit(
         asked,
         settings,
         count=count,
-        law_prompts=law_prompts,
+        sampling_prompts=sampling_prompts or law_prompts,
         out=out,
         as_json=json,
     )

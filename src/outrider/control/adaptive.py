@@ -39,7 +39,7 @@ from outrider.control.policy import NO_INDICES, best_goodput, choose
 from outrider.control.scoring import score
 from outrider.control.slowdown import SlowdownGuard
 from outrider.control.step import Done, Proposed, Step, TraceFile
-from outrider.core import Budget, Drafter, Floats, Ints, Law, Outcome, Outcomes, Proposal, Request
+from outrider.core import Budget, Drafter, Floats, Ints, Outcome, Outcomes, Proposal, Request
 from outrider.drafters import SuffixDrafter
 
 MARGIN = 0.05
@@ -115,12 +115,12 @@ class AdaptiveDrafter:
             if self._model_choice is not None:
                 self._model_choice.forget(request)
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Return the drafts that are expected to emit the most tokens per second."""
         step = self._begin(requests, self._clock())
         self._ask_free(requests, budget)
         plan, nodes = self._choose(requests, budget, join(self._offers, budget), step)
-        proposal: Proposal[Law] = Proposal.empty(len(requests))
+        proposal: Proposal = Proposal.empty(len(requests))
         if len(nodes):
             proposal = plan.tree.take(nodes)
         self._last = Proposed(requests, proposal, plan.sources[nodes], self._offers)
@@ -209,7 +209,7 @@ class AdaptiveDrafter:
             for name, drafter in self._free.items():
                 self._offers.append(self._offer(name, drafter.propose(requests, budget)))
 
-    def _offer(self, name: str, drafts: Proposal[Law]) -> Offer:
+    def _offer(self, name: str, drafts: Proposal) -> Offer:
         """Return the offer made of a drafter's proposal, with the chance of each draft."""
         known, rows, sure = self.acceptance[name], self._rows[drafts.owners], drafts.confidences
         chances = known.first.of(rows, sure)

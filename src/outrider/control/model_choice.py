@@ -19,7 +19,7 @@ from outrider.control.cost import StepCost
 from outrider.control.plan import Plan
 from outrider.control.policy import best_goodput
 from outrider.control.step import Step
-from outrider.core import Bools, Budget, Drafter, Floats, Ints, Law, Proposal, Request
+from outrider.core import Bools, Budget, Drafter, Floats, Ints, Proposal, Request
 
 TRY = 64
 """While control sleeps, the optimistic estimate is used after so many steps without the model."""
@@ -130,7 +130,7 @@ class ModelChoice:
         seconds, ones = now.seconds + 2 * exposed, np.ones(batch, np.int64)
         return bool(self._best(now, chances, plain, now.budget.max_drafts, ones, seconds)[1].any())
 
-    def draft(self, now: Situation, users: Ints, goodput: float, step: Step) -> Proposal[Law]:
+    def draft(self, now: Situation, users: Ints, goodput: float, step: Step) -> Proposal:
         """Let the model draft for these requests, until a further pass is not worth its time."""
         requests, budget = now.requests, now.budget
         self._rest = self._asleep = 0

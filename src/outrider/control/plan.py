@@ -15,7 +15,6 @@ from outrider.core import (
     Draft,
     Floats,
     Ints,
-    Law,
     Proposal,
     chain,
     likeliest,
@@ -33,7 +32,7 @@ class Offer:
     """
 
     name: str
-    drafts: Proposal[Law]
+    drafts: Proposal
     chances: Floats
 
 
@@ -46,7 +45,7 @@ class Plan:
     survival: [M] probability that a draft and all drafts above it are accepted
     """
 
-    tree: Proposal[Law]
+    tree: Proposal
     sources: Ints
     survival: Floats
 
@@ -88,7 +87,7 @@ def _survival(offer: Offer) -> Floats:
 def _join_several(offers: Sequence[Offer], budget: Budget) -> Plan:
     drafts = [offer.drafts.drafts() for offer in offers]
     spans = [np.split(offer.chances, offer.drafts.starts[1:-1]) for offer in offers]
-    trees: list[Draft[Law]] = []
+    trees: list[Draft] = []
     sources: list[int] = []
     alive: list[float] = []
     for r, most in enumerate(budget.max_drafts.tolist()):
@@ -118,7 +117,7 @@ class _Option:
     """
 
     source: int
-    draft: Draft[Law]
+    draft: Draft
     chances: list[float]
 
     @property
@@ -127,7 +126,7 @@ class _Option:
         return float(sum(accumulate(self.chances, mul)))
 
 
-def _tree(options: Sequence[_Option], trees: bool) -> tuple[Draft[Law], list[int], list[float]]:
+def _tree(options: Sequence[_Option], trees: bool) -> tuple[Draft, list[int], list[float]]:
     """Return one tree for a request, the source of each draft, and the chance of each."""
     if not options:
         return chain(()), [], []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.core import Floats, Ints, Law, Proposal
+from outrider.core import Floats, Ints, Proposal
 
 NO_INDICES: Ints = np.empty(0, np.int64)
 """No drafts, or no requests."""
@@ -38,9 +38,7 @@ class Choice:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-def choose(
-    proposal: Proposal[Law], survival: Floats, seconds: Floats, margin: float = 0.0
-) -> Choice:
+def choose(proposal: Proposal, survival: Floats, seconds: Floats, margin: float = 0.0) -> Choice:
     """Return the drafts with the highest goodput.
 
     The result is the same on every rank that is given the same numbers. Of equal survivals the

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from outrider.control.plan import Offer
-from outrider.core import Ints, Law, Outcomes, Proposal, Request
+from outrider.core import Ints, Outcomes, Proposal, Request
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Proposed:
     """
 
     requests: Sequence[Request]
-    proposal: Proposal[Law]
+    proposal: Proposal
     sources: Ints
     offers: Sequence[Offer]
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from outrider.core import Budget, Drafter, Law, Outcome, Proposal, Request
+from outrider.core import Budget, Drafter, Outcome, Proposal, Request
 
 RATE = 0.2
 """Weight of a step in the moving average of accepted drafts per request."""
@@ -57,7 +57,7 @@ class TieredDrafter:
         """Let the drafter forget the requests."""
         self._model.stop(requests)
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Return at most this tier's number of drafts for each request."""
         most = np.minimum(self.drafts, budget.max_drafts)
         return self._model.propose(requests, replace(budget, max_drafts=most))

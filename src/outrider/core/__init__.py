@@ -5,11 +5,11 @@ from outrider.core.loop import Budget, Drafter, Host, Step, step
 from outrider.core.proposal import (
     ROOT,
     Bools,
-    ChainLaw,
+    ChainDistribution,
     Draft,
+    DraftDistribution,
     Floats,
     Ints,
-    Law,
     PointMass,
     Proposal,
     Sampled,
@@ -32,7 +32,7 @@ from outrider.core.rules import (
 from outrider.core.sampling import Grammar, SamplingParams, is_whole
 from outrider.core.settle import Outcome, Outcomes, settle
 from outrider.core.stats import Stats, at_least
-from outrider.core.target import TRANSFORMS, Rows, TargetLaw, target_law
+from outrider.core.target import TRANSFORMS, Rows, TargetDistribution, target_distribution
 from outrider.errors import DraftFault, OutriderError, Unsupported
 
 __all__ = [
@@ -40,9 +40,10 @@ __all__ = [
     "TRANSFORMS",
     "Bools",
     "Budget",
-    "ChainLaw",
+    "ChainDistribution",
     "Coins",
     "Draft",
+    "DraftDistribution",
     "DraftFault",
     "Drafter",
     "FinishReason",
@@ -51,7 +52,6 @@ __all__ = [
     "Host",
     "Ints",
     "KeyedCoins",
-    "Law",
     "Outcome",
     "Outcomes",
     "OutriderError",
@@ -66,7 +66,7 @@ __all__ = [
     "Stats",
     "Step",
     "Stream",
-    "TargetLaw",
+    "TargetDistribution",
     "Unsupported",
     "Verdict",
     "at_least",
@@ -79,7 +79,7 @@ __all__ = [
     "settle",
     "step",
     "survival",
-    "target_law",
+    "target_distribution",
     "unite",
     "verify",
     "verify_block",

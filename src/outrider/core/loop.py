@@ -14,11 +14,11 @@ import numpy as np
 from torch import Tensor
 
 from outrider.core.coins import Coins, Stream
-from outrider.core.proposal import Ints, Law, Proposal
+from outrider.core.proposal import Ints, Proposal
 from outrider.core.request import Request
 from outrider.core.rules import RuleName, Verdict, verify
 from outrider.core.settle import Outcome, Outcomes, settle
-from outrider.core.target import Rows, target_law
+from outrider.core.target import Rows, target_distribution
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +26,10 @@ class Budget:
     """How much a drafter may propose in this step, and with which coins.
 
     max_drafts: [B] int64 the most drafts for each request, 0 included; any sequence will do
-    rule: that will judge them. `match` has no use for the law of the drafts; a drafter that draws
-          at random does best by guessing with the target's own coins, and calls its drafts a
-          PointMass. The other rules want Sampled or Siblings, drawn with coins of their own.
+    rule: that will judge them. `match` has no use for the distribution of the drafts; a drafter
+          that draws at random does best by guessing with the target's own coins, and calls its
+          drafts a PointMass. The other rules want Sampled or Siblings, drawn with coins of their
+          own.
     coins: to draw drafts with
     trees: whether drafts may branch: not every host can verify that
     min_gain: what one more pass must promise a drafter that pays by the pass: so many accepted
@@ -78,7 +79,7 @@ class Drafter(Protocol):
         """Get to know new requests, whose prompts the target has read."""
         ...
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Propose for each request at most its budget of drafts: none is fine."""
         ...
 
@@ -94,7 +95,7 @@ class Drafter(Protocol):
 class Host(Protocol):
     """Runs the target model and owns its cache."""
 
-    def forward(self, requests: Sequence[Request], proposal: Proposal[Law]) -> Tensor:
+    def forward(self, requests: Sequence[Request], proposal: Proposal) -> Tensor:
         """Run the target once over all rows of the proposal. Return their logits, [N, V]."""
         ...
 
@@ -121,6 +122,6 @@ def step(host: Host, drafter: Drafter, requests: Sequence[Request], budget: Budg
     proposal = drafter.propose(requests, budget)
     logits = host.forward(requests, proposal)
     proposal = proposal.to(logits.device)
-    law = target_law(logits, Rows.of(requests, proposal))
-    verdict = verify(budget.rule, law, proposal, budget.coins)
+    p = target_distribution(logits, Rows.of(requests, proposal))
+    verdict = verify(budget.rule, p, proposal, budget.coins)
     return Step(proposal, logits, verdict, settle(requests, proposal, verdict))

@@ -1,4 +1,4 @@
-"""What a drafter proposes, and the law by which it was drawn.
+"""What a drafter proposes, and the distribution that it was drawn from.
 
 A proposal covers a batch. Each request has its own number of drafts, zero included, and its
 drafts form a tree whose root is the request's last token; a chain is a tree without branches.
@@ -19,12 +19,13 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from outrider.core.lazy import lazy
 from outrider.errors import DraftFault
@@ -41,12 +42,12 @@ ROOT = -1
 class PointMass:
     """Nothing is claimed about how the drafts were found: each is verified as a certainty.
 
-    The safe law. It holds for n-grams, greedy drafts, and any other draft that does not depend on
+    The safe claim. It holds for n-grams, greedy drafts, and any other draft that does not depend on
     the coins of the verifier's `residual` and `block` rules.
     """
 
     def dense(self, tokens: Tensor, parents: Sequence[int], like: Tensor) -> Tensor:
-        """Return q, [K, V]: row i is the law of draft i given the drafts before it."""
+        """Return q, [K, V]: row i is the distribution of draft i given those before it."""
         return torch.nn.functional.one_hot(tokens, like.shape[-1]).to(like.dtype)
 
 
@@ -55,7 +56,7 @@ class Sampled:
     """Draft i of a chain was drawn from `q[i]`, given the drafts before it.
 
     The chain may end at any draft for reasons found in the drafts so far. A draft must not be
-    dropped for being what it is, though: that would change its law.
+    dropped for being what it is, though: that would change its distribution.
 
     q: [K, V] probabilities
     """
@@ -63,7 +64,7 @@ class Sampled:
     q: Tensor
 
     def dense(self, tokens: Tensor, parents: Sequence[int], like: Tensor) -> Tensor:
-        """Return q, [K, V]: row i is the law of draft i given the drafts before it."""
+        """Return q, [K, V]: row i is the distribution of draft i given those before it."""
         return self.q.to(like.dtype)
 
 
@@ -71,17 +72,17 @@ class Sampled:
 class Siblings:
     """The children of each node were drawn from one `q`, in order, and the shape chosen before.
 
-    q: [K, V] probabilities; row i is the law of draft i before any sibling was drawn, so siblings
-       have equal rows (`expand` makes that free)
+    q: [K, V] probabilities; row i is the distribution of draft i before any sibling was drawn, so
+       siblings have equal rows (`expand` makes that free)
     replacement: whether a sibling could be drawn again; if not, q without the earlier siblings,
-       renormalised, is the law of the next
+       renormalised, is the distribution of the next
     """
 
     q: Tensor
     replacement: bool
 
     def dense(self, tokens: Tensor, parents: Sequence[int], like: Tensor) -> Tensor:
-        """Return q, [K, V]: row i is the law of draft i given the drafts before it."""
+        """Return q, [K, V]: row i is the distribution of draft i given those before it."""
         q = self.q.to(like.dtype)
         if self.replacement:
             return q
@@ -91,37 +92,38 @@ class Siblings:
         return q / q.sum(-1, keepdim=True)
 
 
-Law = PointMass | Sampled | Siblings
-ChainLaw = PointMass | Sampled
-L_co = TypeVar("L_co", bound=Law, covariant=True)
+DraftDistribution = PointMass | Sampled | Siblings
+ChainDistribution = PointMass | Sampled
+D_co = TypeVar("D_co", bound=DraftDistribution, covariant=True, default=DraftDistribution)
 
 
 @dataclass(frozen=True)
-class Draft(Generic[L_co]):
+class Draft(Generic[D_co]):
     """The drafts of one request.
 
     tokens:  [K] token ids, parents before children
     parents: [K] index of each draft's parent among `tokens`, or ROOT
-    law: how the drafts were drawn: `PointMass()` claims nothing and always holds
+    distribution: how the drafts were drawn: `PointMass()` claims nothing and always holds
     confidences: [K] how sure the drafter is of each draft, given those before it, from 0 to 1; or
              nothing, if it cannot say. They decide how many drafts are verified, and nothing else.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    law: L_co
+    distribution: D_co
     confidences: tuple[float, ...] = ()
 
     def keep(self, nodes: Sequence[int]) -> Draft[PointMass]:
         """Return these drafts alone, in this order; each one's parent must be among them.
 
-        Nothing is claimed of them any more: a draft left out for what it is would change its law.
+        Nothing is claimed of them any more: leaving a draft out for what it is would change its
+        distribution.
         """
         place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
         return Draft(
             tokens=tuple(self.tokens[node] for node in nodes),
             parents=tuple(place[self.parents[node]] for node in nodes),
-            law=PointMass(),
+            distribution=PointMass(),
             confidences=tuple(self.sure[node] for node in nodes),
         )
 
@@ -135,19 +137,22 @@ class Draft(Generic[L_co]):
 def chain(tokens: Sequence[int], *, confidences: Sequence[float] = ()) -> Draft[PointMass]: ...
 @overload
 def chain(
-    tokens: Sequence[int], law: Sampled, *, confidences: Sequence[float] = ()
+    tokens: Sequence[int], distribution: Sampled, *, confidences: Sequence[float] = ()
 ) -> Draft[Sampled]: ...
 def chain(
-    tokens: Sequence[int], law: ChainLaw | None = None, *, confidences: Sequence[float] = ()
+    tokens: Sequence[int],
+    distribution: ChainDistribution | None = None,
+    *,
+    confidences: Sequence[float] = (),
 ) -> Draft[Any]:
     """Return a chain of drafts, each of which follows the one before it.
 
     tokens: [K] token ids
-    law: how they were drawn; without it, nothing is claimed about them
+    distribution: how they were drawn; without it, nothing is claimed about them
     confidences: [K] how sure the drafter is of each, from 0 to 1; or nothing
     """
     parents = tuple(range(-1, len(tokens) - 1))
-    claimed = PointMass() if law is None else law
+    claimed = PointMass() if distribution is None else distribution
     return Draft(tuple(tokens), parents, claimed, tuple(confidences))
 
 
@@ -170,7 +175,7 @@ def likeliest(survival: Sequence[float], most: int) -> list[int]:
     return sorted(sorted(range(len(survival)), key=lambda node: -survival[node])[:most])
 
 
-def unite(drafts: Sequence[Draft[Law]]) -> tuple[Draft[PointMass], list[list[int]]]:
+def unite(drafts: Sequence[Draft]) -> tuple[Draft[PointMass], list[list[int]]]:
     """Join several drafts for one request into a tree that has each of their paths once.
 
     Returns the tree and, for each of the drafts, where its tokens are in it. The first draft's come
@@ -197,8 +202,8 @@ def unite(drafts: Sequence[Draft[Law]]) -> tuple[Draft[PointMass], list[list[int
 
 
 @dataclass(frozen=True, eq=False)
-class Proposal(Generic[L_co]):
-    """The drafts of a batch of requests: a forest, one tree for each, with the law of each.
+class Proposal(Generic[D_co]):
+    """The drafts of a batch of requests: a forest, one tree and one distribution for each.
 
     The shape is flat arrays for the whole batch: nothing in it is an object for each request, so
     that a step over many requests costs the host little more than one over few. `drafts` is the
@@ -207,14 +212,14 @@ class Proposal(Generic[L_co]):
     tokens:     [M] int64, request by request, parents before children
     num_drafts: [B] int64
     parents:    [M] int64 index of each draft's parent *among its request's drafts*, or ROOT
-    laws:       [B]
+    distributions: [B] how each request's drafts were drawn
     confidences: [M] how sure the drafter is of each draft; 1 where it does not say
     """
 
     tokens: Tensor
     num_drafts: Ints
     parents: Ints
-    laws: tuple[L_co, ...]
+    distributions: tuple[D_co, ...]
     confidences: Floats = field(default_factory=lambda: np.empty(0))
 
     def __post_init__(self) -> None:
@@ -230,29 +235,30 @@ class Proposal(Generic[L_co]):
             raise DraftFault(f"{total} drafts need as many confidences, from 0 to 1")
         if self.tokens.shape != (total,) or self.parents.shape != (total,):
             raise DraftFault(f"{total} drafts announced, {tuple(self.tokens.shape)} given")
-        if len(self.laws) != len(self.num_drafts) or (self.num_drafts < 0).any():
-            raise DraftFault("each request needs one law and a number of drafts >= 0")
+        if len(self.distributions) != len(self.num_drafts) or (self.num_drafts < 0).any():
+            raise DraftFault("each request needs one distribution and a number of drafts >= 0")
         if ((self.parents < ROOT) | (self.parents >= self.places)).any():
             raise DraftFault("a parent must come before its child")
-        if set(map(type, self.laws)) != {PointMass}:
-            self._check_laws()
+        if set(map(type, self.distributions)) != {PointMass}:
+            self._check_distributions()
 
-    def _check_laws(self) -> None:
-        for start, end, law in zip(self.starts, self.starts[1:], self.laws, strict=False):
-            if isinstance(law, Sampled) and (self.ranks[start:end] > 0).any():
-                raise DraftFault("Sampled is the law of a chain; a tree's is Siblings or PointMass")
-            if isinstance(law, (Sampled, Siblings)) and len(law.q) != end - start:
-                raise DraftFault(f"{end - start} drafts with {len(law.q)} rows of q")
+    def _check_distributions(self) -> None:
+        starts = self.starts
+        for start, end, claimed in zip(starts, starts[1:], self.distributions, strict=False):
+            if isinstance(claimed, Sampled) and (self.ranks[start:end] > 0).any():
+                raise DraftFault("Sampled is for chains; a tree is Siblings or PointMass")
+            if isinstance(claimed, (Sampled, Siblings)) and len(claimed.q) != end - start:
+                raise DraftFault(f"{end - start} drafts with {len(claimed.q)} rows of q")
 
     @staticmethod
-    def of(drafts: Sequence[Draft[L_co]]) -> Proposal[L_co]:
+    def of(drafts: Sequence[Draft[D_co]]) -> Proposal[D_co]:
         """Return the proposal made of each request's drafts."""
         tokens = [token for draft in drafts for token in draft.tokens]
         return Proposal(
             tokens=torch.tensor(tokens, dtype=torch.int64),
             num_drafts=np.array([len(draft.tokens) for draft in drafts], np.int64),
             parents=np.array([parent for draft in drafts for parent in draft.parents], np.int64),
-            laws=tuple(draft.law for draft in drafts),
+            distributions=tuple(draft.distribution for draft in drafts),
             confidences=np.array([sure for draft in drafts for sure in draft.sure], np.float64),
         )
 
@@ -268,7 +274,7 @@ class Proposal(Generic[L_co]):
             tokens=torch.from_numpy(np.asarray(tokens, np.int64)),
             num_drafts=np.asarray(num_drafts, np.int64),
             parents=np.asarray(parents, np.int64),
-            laws=(PointMass(),) * len(num_drafts),
+            distributions=(PointMass(),) * len(num_drafts),
             confidences=np.asarray(confidences, np.float64),
         )
 
@@ -280,8 +286,8 @@ class Proposal(Generic[L_co]):
 
         trees: whether drafts may branch
         """
-        laws = (PointMass(),) * len(num_drafts)
-        made = _checked(torch.from_numpy(tokens), num_drafts, parents, laws, confidences)
+        claimed = (PointMass(),) * len(num_drafts)
+        made = _checked(torch.from_numpy(tokens), num_drafts, parents, claimed, confidences)
         if not trees:
             made.__dict__["is_chain"] = True
         return made
@@ -293,7 +299,7 @@ class Proposal(Generic[L_co]):
         return Proposal.unclaimed((), np.zeros(batch_size, np.int64), ())
 
     @staticmethod
-    def join(parts: Sequence[tuple[Sequence[int], Proposal[L_co]]]) -> Proposal[L_co]:
+    def join(parts: Sequence[tuple[Sequence[int], Proposal[D_co]]]) -> Proposal[D_co]:
         """Return one proposal made of several, each with the places of its requests in the whole.
 
         The places of all parts together are 0, 1, ..., B - 1.
@@ -304,26 +310,27 @@ class Proposal(Generic[L_co]):
         # where the drafts of each request begin, in the parts put together
         begins = (counts.cumsum() - counts)[back]
         source = _ranges(begins, counts[back])
-        laws = [law for _, part in parts for law in part.laws]
+        claimed = [one for _, part in parts for one in part.distributions]
         return _checked(
             torch.cat([part.tokens for _, part in parts])[torch.from_numpy(source)],
             counts[back],
             np.concatenate([part.parents for _, part in parts])[source],
-            tuple(laws[i] for i in back.tolist()),
+            tuple(claimed[i] for i in back.tolist()),
             np.concatenate([part.confidences for _, part in parts])[source],
         )
 
     def take(self, nodes: Ints) -> Proposal[PointMass]:
         """Return these drafts alone, in this order; each one's parent must be among them.
 
-        Nothing is claimed of them any more: a draft left out for what it is would change its law.
+        Nothing is claimed of them any more: leaving a draft out for what it is would change its
+        distribution.
 
         nodes: [m] which drafts of the whole batch, in rising order
         """
-        laws = (PointMass(),) * self.batch_size
+        nothing = (PointMass(),) * self.batch_size
         if len(nodes) == len(self.parents):  # all of them: the layout stays as well
             whole: Proposal[PointMass] = object.__new__(Proposal)
-            whole.__dict__.update(self.__dict__, laws=laws)
+            whole.__dict__.update(self.__dict__, distributions=nothing)
             return whole
         owners = self.owners[nodes]
         counts = np.bincount(owners, minlength=self.batch_size)
@@ -334,22 +341,23 @@ class Proposal(Generic[L_co]):
             place = np.full(len(self.parents) + 1, ROOT)  # the last entry is the root's
             place[nodes] = np.arange(len(nodes)) - starts[owners]
             parents = place[self.above[nodes]]
-        made = _checked(_pick(self.tokens, nodes), counts, parents, laws, self.confidences[nodes])
+        tokens = _pick(self.tokens, nodes)
+        made = _checked(tokens, counts, parents, nothing, self.confidences[nodes])
         made.__dict__["owners"] = owners
         if self.is_chain:
             made.__dict__["is_chain"] = True
         return made
 
-    def drafts(self) -> list[Draft[L_co]]:
+    def drafts(self) -> list[Draft[D_co]]:
         """Return the drafts of each request. Waits for the device."""
         tokens, parents, sure = self.tokens.tolist(), self.parents.tolist(), self.confidences
         found, starts, sure = [], self.starts.tolist(), sure.tolist()
-        for start, end, law in zip(starts, starts[1:], self.laws, strict=False):
-            span = slice(start, end)
-            found.append(Draft(tuple(tokens[span]), tuple(parents[span]), law, tuple(sure[span])))
+        for start, end, claimed in zip(starts, starts[1:], self.distributions, strict=False):
+            own = slice(start, end)
+            found.append(Draft(tuple(tokens[own]), tuple(parents[own]), claimed, tuple(sure[own])))
         return found
 
-    def to(self, device: torch.device) -> Proposal[L_co]:
+    def to(self, device: torch.device) -> Proposal[D_co]:
         """Return the proposal with its tokens on this device."""
         if self.tokens.device == device:
             return self
@@ -463,24 +471,32 @@ class Proposal(Generic[L_co]):
         return tuple(paths)
 
     def dense_q(self, like: Tensor) -> Tensor:
-        """Return q, [M, V]: row i is the law of draft i given the drafts before it.
+        """Return q, [M, V]: row i is the distribution of draft i given those before it.
 
         like: [.., V] gives the vocabulary and the type
         """
         q = like.new_zeros((len(self.parents), like.shape[-1]))
         parents, starts = self.parents.tolist(), self.starts.tolist()
-        for start, end, law in zip(starts, starts[1:], self.laws, strict=False):
-            q[start:end] = law.dense(self.tokens[start:end], parents[start:end], like)
+        for start, end, claimed in zip(starts, starts[1:], self.distributions, strict=False):
+            q[start:end] = claimed.dense(self.tokens[start:end], parents[start:end], like)
         return q
 
 
 def _checked(
-    tokens: Tensor, num_drafts: Ints, parents: Ints, laws: tuple[L_co, ...], confidences: Floats
-) -> Proposal[L_co]:
+    tokens: Tensor,
+    num_drafts: Ints,
+    parents: Ints,
+    distributions: tuple[D_co, ...],
+    confidences: Floats,
+) -> Proposal[D_co]:
     """Return a proposal made of parts of one that has been checked: it is not checked again."""
-    made: Proposal[L_co] = object.__new__(Proposal)
+    made: Proposal[D_co] = object.__new__(Proposal)
     made.__dict__.update(
-        tokens=tokens, num_drafts=num_drafts, parents=parents, laws=laws, confidences=confidences
+        tokens=tokens,
+        num_drafts=num_drafts,
+        parents=parents,
+        distributions=distributions,
+        confidences=confidences,
     )
     return made
 

@@ -1,15 +1,17 @@
 """Verification rules: which drafts to keep, and which token to emit after them.
 
-Every rule has the same guarantee: given the target's logits, what is emitted follows the law that
-plain decoding follows. They differ in what they need to know of the drafts, and in how many they
+Every rule has the same guarantee: given the target's logits, what is emitted has the distribution
+that plain decoding has. They differ in what they need to know of the drafts, and in how many they
 keep.
 
-* `match`: the tokens are those of plain decoding with the same seed, whatever was drafted. Any law.
+* `match`: the tokens are those of plain decoding with the same seed, whatever was drafted and
+  however it was drawn.
 * `residual`: Leviathan et al. and Chen et al. 2023, for chains; SpecInfer and recursive rejection
-  sampling for trees. Uses the law of the drafts, and so keeps as many as the two laws overlap.
+  sampling for trees. Uses the distribution of the drafts, and so keeps as many as it and the
+  target's overlap.
 * `block`: Sun et al. 2024. A chain judged as a whole: keeps at least as many as `residual`.
 
-A rule that a law does not fit is a type error: `verify_block` takes chains only.
+A rule used on drafts that it cannot judge is a type error: `verify_block` takes chains only.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import torch
 from torch import Tensor
 
 from outrider.core.coins import Coins, Stream
-from outrider.core.proposal import Bools, ChainLaw, Ints, Law, Proposal, Siblings
-from outrider.core.target import TargetLaw
+from outrider.core.proposal import Bools, ChainDistribution, Ints, Proposal, Siblings
+from outrider.core.target import TargetDistribution
 from outrider.errors import check_choice
 
 RuleName = Literal["match", "residual", "block"]
@@ -48,7 +50,7 @@ class Verdict:
         """[B] how many drafts each request may keep."""
         return (self.accepted >= 0).sum(-1)
 
-    def emitted(self, proposal: Proposal[Law]) -> tuple[Ints, Ints, Ints]:
+    def emitted(self, proposal: Proposal) -> tuple[Ints, Ints, Ints]:
         """Return the tokens that may be emitted, the rows that judged them, and how many: [B].
 
         Tokens and rows stand request by request. Rows are counted among the request's own: 0 is its
@@ -73,7 +75,7 @@ class Verdict:
         return tokens, rows, counts
 
 
-def match(y: Tensor, proposal: Proposal[Law]) -> Verdict:
+def match(y: Tensor, proposal: Proposal) -> Verdict:
     """Accept each draft while it is the token that the target emits there.
 
     Waits for the device, once: what follows is arithmetic on a few integers of the host's.
@@ -87,7 +89,7 @@ def match(y: Tensor, proposal: Proposal[Law]) -> Verdict:
     return Verdict(torch.from_numpy(accepted), torch.from_numpy(emitted[last]))
 
 
-def _walk(hits: Bools, proposal: Proposal[Law]) -> tuple[Ints, Ints]:
+def _walk(hits: Bools, proposal: Proposal) -> tuple[Ints, Ints]:
     """Go down each request's tree along its hits, of siblings along the first.
 
     Returns the draft at each depth, [B, D], -1 beyond the last; and the row where each walk ends.
@@ -112,7 +114,7 @@ def _walk(hits: Bools, proposal: Proposal[Law]) -> tuple[Ints, Ints]:
     return accepted, at
 
 
-def verify_match(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verdict:
+def verify_match(p: TargetDistribution, proposal: Proposal, coins: Coins) -> Verdict:
     """Draw the target's own token at every row, and `match` the drafts with them.
 
     p: one row for each root and each draft, [N, V]
@@ -120,7 +122,7 @@ def verify_match(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verdict
     return match(p.draw(coins), proposal)
 
 
-def verify_residual(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verdict:
+def verify_residual(p: TargetDistribution, proposal: Proposal, coins: Coins) -> Verdict:
     """Accept a draft x with probability min(1, p(x)/q(x)); else draw from what q left of p.
 
     Siblings are tried in the order in which they were drawn, each against what the ones before
@@ -133,7 +135,7 @@ def verify_residual(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verd
     accept_seeds = coins.fork(p.seeds[roots], Stream.ACCEPT, starts)
     ranks = torch.from_numpy(proposal.ranks).to(probs.device)
     walk = _Walk(proposal)
-    left = probs[roots]  # [B, V] the target's law at the walk's row, less what siblings took
+    left = probs[roots]  # [B, V] p at the walk's row, less what siblings took
 
     for depth in range(proposal.max_depth):
         for rank in range(int(proposal.ranks.max()) + 1):
@@ -151,14 +153,16 @@ def verify_residual(p: TargetLaw, proposal: Proposal[Law], coins: Coins) -> Verd
     return walk.verdict(coins.draw(left.log(), recover_seeds, p.positions[walk.rows]))
 
 
-def verify_block(p: TargetLaw, proposal: Proposal[ChainLaw], coins: Coins) -> Verdict:
+def verify_block(
+    p: TargetDistribution, proposal: Proposal[ChainDistribution], coins: Coins
+) -> Verdict:
     """Accept the longest prefix of a chain that passes, judging the block as a whole.
 
     With r_0 = 1 and r_i = min(1, r_(i-1) p(x_i)/q(x_i)), the prefix of length i passes with
     probability h_i = S_i / (S_i + 1 - r_i), where S_i is the mass of (r_i p - q)+ at the next
     position; the whole chain passes with probability r_K.
     """
-    if any(isinstance(law, Siblings) for law in proposal.laws):
+    if any(isinstance(claimed, Siblings) for claimed in proposal.distributions):
         raise TypeError("verify_block takes chains (PointMass or Sampled); use verify_residual")
     if not proposal.is_chain:
         raise TypeError("verify_block takes chains, and this proposal branches")
@@ -191,22 +195,22 @@ def verify_block(p: TargetLaw, proposal: Proposal[ChainLaw], coins: Coins) -> Ve
 
     last = roots + kept
     mass = left.sum(-1, keepdim=True)
-    law = torch.where((kept < counts)[:, None] & (mass > 0), left / mass, probs[last])
+    after = torch.where((kept < counts)[:, None] & (mass > 0), left / mass, probs[last])
     recover_seeds = coins.fork(p.seeds[roots], Stream.RECOVER, positions)
-    next_tokens = coins.draw(law.log(), recover_seeds, p.positions[last])
+    next_tokens = coins.draw(after.log(), recover_seeds, p.positions[last])
     steps = torch.arange(depth, device=device).expand(batch, depth)
     return Verdict(torch.where(steps < kept[:, None], steps, -1), next_tokens)
 
 
-VERIFY: dict[RuleName, Callable[[TargetLaw, Proposal[Any], Coins], Verdict]] = {
+VERIFY: dict[RuleName, Callable[[TargetDistribution, Proposal[Any], Coins], Verdict]] = {
     "match": verify_match,
     "residual": verify_residual,
     "block": verify_block,
 }
 
 
-def verify(rule: RuleName, p: TargetLaw, proposal: Proposal[Any], coins: Coins) -> Verdict:
-    """Apply the rule of that name; it must fit the proposal's law."""
+def verify(rule: RuleName, p: TargetDistribution, proposal: Proposal[Any], coins: Coins) -> Verdict:
+    """Apply the rule of that name; it must fit the proposal's distributions."""
     check_choice("rule", rule, VERIFY)
     return VERIFY[rule](p, proposal, coins)
 
@@ -217,7 +221,7 @@ class _Walk:
     rows: [B] the row where each walk stands
     """
 
-    def __init__(self, proposal: Proposal[Law]) -> None:
+    def __init__(self, proposal: Proposal) -> None:
         device = proposal.tokens.device
         self.rows = torch.from_numpy(proposal.root_rows).to(device, copy=True)
         self.owners = torch.from_numpy(proposal.owners).to(device)

@@ -1,4 +1,4 @@
-"""Sampling parameters: what a user asks of the target's law, and when a request ends."""
+"""Sampling parameters: what a user asks of the target's distribution, and when a request ends."""
 
 from __future__ import annotations
 
@@ -110,5 +110,5 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the law is a point mass on the most likely token."""
+        """Whether the distribution is a point mass on the most likely token."""
         return self.temperature == 0

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from outrider.core.lazy import lazy
-from outrider.core.proposal import Ints, Law, Proposal
+from outrider.core.proposal import Ints, Proposal
 from outrider.core.request import FinishReason, Request
 from outrider.core.rules import Verdict
 
@@ -156,7 +156,7 @@ def kept_tokens(
 
 def settle(
     requests: Sequence[Request],
-    proposal: Proposal[Law],
+    proposal: Proposal,
     verdict: Verdict,
     keep: Keep = kept_tokens,
 ) -> Outcomes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.core.proposal import Ints, Law, Proposal
+from outrider.core.proposal import Ints, Proposal
 from outrider.core.settle import Outcome, Outcomes
 
 
@@ -35,7 +35,7 @@ class Stats:
     proposed_at: Counter[int] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
 
-    def record(self, outcomes: Sequence[Outcome], proposal: Proposal[Law]) -> None:
+    def record(self, outcomes: Sequence[Outcome], proposal: Proposal) -> None:
         """Add one step."""
         done, deepest = Outcomes.of(outcomes), np.zeros(len(outcomes), np.int64)
         np.maximum.at(deepest, proposal.owners, proposal.depths)

@@ -1,10 +1,11 @@
-"""The target's law: what plain decoding would draw from, at every row of a step.
+"""The target's distribution: what plain decoding would draw from, at every row of a step.
 
-One ordered list of transforms turns logits into the law. The ones that look back (penalties,
-grammars) see each row's own path: the output so far and the drafts that lead to the row. So a row
-inside a block gets the law that plain decoding would have after emitting those drafts.
+One ordered list of transforms turns logits into the distribution. The ones that look back
+(penalties, grammars) see each row's own path: the output so far and the drafts that lead to the
+row. So a row inside a block gets the distribution that plain decoding would have after emitting
+those drafts.
 
-A draft model's logits go through the same list, to guess what the target's law will be.
+A draft model's logits go through the same list, to guess what the target's distribution will be.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from outrider.core.coins import Coins
-from outrider.core.proposal import Law as DraftLaw
 from outrider.core.proposal import Proposal
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
@@ -39,7 +39,7 @@ class Rows:
     paths: Callable[[], Sequence[Sequence[int]]]
 
     @staticmethod
-    def of(requests: Sequence[Request], proposal: Proposal[DraftLaw]) -> Rows:
+    def of(requests: Sequence[Request], proposal: Proposal) -> Rows:
         """Return the rows of a verify pass over `proposal`."""
         owners, depths = proposal.row_owners.tolist(), proposal.row_depths.tolist()
         return Rows(requests, owners, depths, proposal.paths)
@@ -61,11 +61,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class TargetLaw:
-    """The law of the token after each row.
+class TargetDistribution:
+    """The distribution of the token after each row.
 
-    logits:    [N, V] floating point; softmax(logits) is the law, except where `greedy`
-    greedy:    [N] whether the law is a point mass on the largest logit
+    logits:    [N, V] floating point; softmax(logits) is the distribution, except where `greedy`
+    greedy:    [N] whether it is a point mass on the largest logit
     seeds:     [N] int64
     positions: [N] int64 the position of each row: the key of its coin
     """
@@ -97,18 +97,18 @@ class TargetLaw:
         return p
 
 
-def target_law(logits: Tensor, rows: Rows) -> TargetLaw:
-    """Return the law that plain decoding has after each row.
+def target_distribution(logits: Tensor, rows: Rows) -> TargetDistribution:
+    """Return the distribution that plain decoding has after each row.
 
     logits: [N, V] as the model gave them; left as they are
     """
-    law = logits if logits.dtype == torch.float64 else logits.float()
+    x = logits if logits.dtype == torch.float64 else logits.float()
     for transform in TRANSFORMS:
-        law = transform(law, rows)
+        x = transform(x, rows)
     owners = [rows.requests[owner] for owner in rows.owners]
     positions = [r.position + d for r, d in zip(owners, rows.depths, strict=True)]
-    return TargetLaw(
-        logits=law,
+    return TargetDistribution(
+        logits=x,
         greedy=tuple(request.sampling.is_greedy for request in owners),
         seeds=torch.tensor([request.seed for request in owners], device=logits.device),
         positions=torch.tensor(positions, device=logits.device),
@@ -232,4 +232,4 @@ TRANSFORMS: tuple[Transform, ...] = (
     top_p,
     min_p,
 )
-"""The order in which the target's law is made."""
+"""The order in which the target's distribution is made."""

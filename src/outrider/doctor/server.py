@@ -231,7 +231,7 @@ def _algorithm(served: Served) -> Iterator[Finding]:
             yield Finding(
                 "server",
                 "note",
-                "not deterministic: answers follow the law of plain SGLang",
+                "not deterministic: answers have the distribution of plain SGLang",
                 "greedy ones may differ where two logits tie within rounding; sampling_seed does "
                 "not count",
                 "--enable-deterministic-inference for the same tokens",
@@ -239,7 +239,7 @@ def _algorithm(served: Served) -> Iterator[Finding]:
         return
     if name:
         what, fix = f"it speculates with SGLang's own {name}", "--speculative-algorithm OUTRIDER"
-        why = "its answers may follow another law than plain decoding: see what is known below"
+        why = "its answers may have another distribution than plain ones: see what is known below"
         yield Finding("server", "warning" if name in OWN else "note", what, why, fix)
     else:
         what = "it decodes plainly: no speculation is on"

@@ -16,7 +16,6 @@ from outrider.core import (
     Budget,
     Drafter,
     DraftFault,
-    Law,
     Outcome,
     Outcomes,
     PointMass,
@@ -66,7 +65,7 @@ class GuardedDrafter:
         if self._ready():
             self._call("start", requests, lambda: self._introduce(requests))
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Return the drafter's proposal if it can be used, else the empty one."""
         if not budget.max_drafts.any():
             return Proposal.empty(len(requests))
@@ -74,7 +73,7 @@ class GuardedDrafter:
             self.fallbacks["resting"] += len(requests)
             return Proposal.empty(len(requests))
 
-        def propose() -> Proposal[Law]:
+        def propose() -> Proposal:
             self._introduce([r for r in requests if r.id not in self._known])
             proposal = self._drafter.propose(requests, budget)
             check(proposal, budget, self._vocab_size)
@@ -164,7 +163,7 @@ class GuardedDrafter:
             logger.warning("drafter %s: error in stop: %s", self.name, error)
 
 
-def check(proposal: Proposal[Law], budget: Budget, vocab_size: int) -> None:
+def check(proposal: Proposal, budget: Budget, vocab_size: int) -> None:
     """Raise DraftFault unless the proposal keeps to its budget, the vocabulary and the rule."""
     if len(proposal.num_drafts) != len(budget.max_drafts):
         raise DraftFault(f"{len(proposal.num_drafts)} answers to {len(budget.max_drafts)} requests")
@@ -182,21 +181,21 @@ def check(proposal: Proposal[Law], budget: Budget, vocab_size: int) -> None:
     # seen as unsigned, a negative id is above any vocabulary
     if len(ids) and ids.view(np.uint64).max() >= vocab_size:
         raise DraftFault(f"token ids outside [0, {vocab_size})")
-    _check_laws(proposal, budget.rule, vocab_size)
+    _check_distributions(proposal, budget.rule, vocab_size)
 
 
-def _check_laws(proposal: Proposal[Law], rule: RuleName, vocab_size: int) -> None:
+def _check_distributions(proposal: Proposal, rule: RuleName, vocab_size: int) -> None:
     if rule == "match":
-        return  # it does not look at the law
-    for r, law in enumerate(proposal.laws):
-        if isinstance(law, PointMass):
+        return  # it does not look at distributions
+    for r, claimed in enumerate(proposal.distributions):
+        if isinstance(claimed, PointMass):
             continue
-        if rule == "block" and isinstance(law, Siblings):
+        if rule == "block" and isinstance(claimed, Siblings):
             raise DraftFault("rule block takes chains, not Siblings")
         tokens = proposal.tokens[proposal.starts[r] : proposal.starts[r + 1]]
-        if law.q.shape != (len(tokens), vocab_size):
-            raise DraftFault(f"q of shape {tuple(law.q.shape)}")
-        drawn = law.q.gather(-1, tokens[:, None])
-        sums = law.q.sum(-1)
+        if claimed.q.shape != (len(tokens), vocab_size):
+            raise DraftFault(f"q of shape {tuple(claimed.q.shape)}")
+        drawn = claimed.q.gather(-1, tokens[:, None])
+        sums = claimed.q.sum(-1)
         if not (bool((drawn > 0).all()) and bool(((sums - 1).abs() < 1e-3).all())):
-            raise DraftFault("q is not a law that can have drawn the drafts")
+            raise DraftFault("q is not a distribution that the drafts can come from")

@@ -1,7 +1,7 @@
 """A smaller model drafts, all requests side by side, each as far as it is confident.
 
-At temperature > 0 the drafter draws with the target's own coins (rule `match`): where the two laws
-agree, the same noise picks the same token.
+At temperature > 0 the drafter draws with the target's own coins (rule `match`): where the two
+distributions agree, the same noise picks the same token.
 
 A pass that drafts one token knows the next best too. As *siblings* these cost rows of the target's
 pass, which are often free, and no pass of the draft model: the tree is one long chain with leaves.
@@ -24,15 +24,14 @@ from outrider.core import (
     Budget,
     Draft,
     DraftFault,
-    Law,
     Outcome,
     Proposal,
     Request,
     Rows,
     Sampled,
-    TargetLaw,
+    TargetDistribution,
     chain,
-    target_law,
+    target_distribution,
 )
 
 
@@ -87,20 +86,21 @@ class DraftModel(Protocol[S]):
 class _State(Generic[S]):
     """One request's sequence in the draft model, and what was drafted.
 
+    probs: what each draft was drawn from, [V]; none with the rule `match`
     survival: the chance that all drafts are accepted, as far as is known
     siblings: (chance to be reached and accepted, depth, token, confidence)
     """
 
     sequence: S
     drafts: list[int] = field(default_factory=list)
-    laws: list[Tensor] = field(default_factory=list)
+    probs: list[Tensor] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     survival: float = 1.0
     siblings: list[tuple[float, int, int, float]] = field(default_factory=list)
 
     def clear(self) -> None:
         """Forget what was drafted."""
-        self.drafts, self.laws, self.confidences, self.siblings = [], [], [], []
+        self.drafts, self.probs, self.confidences, self.siblings = [], [], [], []
         self.survival = 1.0
 
 
@@ -149,7 +149,7 @@ class ModelDrafter(Generic[S]):
             # drafting goes on from the logits of the last token, so it is always read anew
             self._model.truncate(state.sequence, request.length - 1)
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Draft token by token, one pass of the draft model for all requests that still want one.
 
         The first pass also reads the few tokens that the draft model has not seen yet. Requests
@@ -252,21 +252,21 @@ class ModelDrafter(Generic[S]):
     def _draw(
         self, eager: Sequence[tuple[Request, _State[S]]], logits: Tensor, budget: Budget
     ) -> None:
-        """Draw one more draft for each request, by the law that the target would have."""
+        """Draw one more draft for each request, as the target would from these logits."""
         requests, states = [r for r, _ in eager], [s for _, s in eager]
         paths = [tuple(state.drafts) for state in states]
         rows = Rows(requests, range(len(eager)), [len(path) for path in paths], lambda: paths)
-        law = target_law(logits, rows)
+        guess = target_distribution(logits, rows)
         starts = torch.tensor([request.position for request in requests], device=logits.device)
-        seeds = budget.draft_seeds(law.seeds, starts)
-        drawn = law.draw(budget.coins, seeds)
-        every = law.logits.softmax(-1)
-        probs = law.probs() if budget.rule != "match" else None
+        seeds = budget.draft_seeds(guess.seeds, starts)
+        drawn = guess.draw(budget.coins, seeds)
+        every = guess.logits.softmax(-1)
+        probs = guess.probs() if budget.rule != "match" else None
         confident = every.gather(-1, drawn[:, None])[:, 0].tolist()
         if any(math.isnan(probability) for probability in confident):
             raise DraftFault("the draft model's logits are not numbers")
         if budget.trees and budget.rule == "match":
-            self._draw_siblings(states, law, drawn, every, budget, seeds)
+            self._draw_siblings(states, guess, drawn, every, budget, seeds)
         believe = budget.chance or (lambda request, probability: probability)
         numbers = zip(eager, drawn.tolist(), confident, strict=True)
         for i, ((request, state), token, probability) in enumerate(numbers):
@@ -274,12 +274,12 @@ class ModelDrafter(Generic[S]):
             state.confidences.append(min(1.0, probability))
             state.survival *= believe(request, probability)
             if probs is not None:
-                state.laws.append(probs[i])
+                state.probs.append(probs[i])
 
     def _draw_siblings(
         self,
         states: Sequence[_State[S]],
-        law: TargetLaw,
+        guess: TargetDistribution,
         drawn: Tensor,
         every: Tensor,
         budget: Budget,
@@ -287,8 +287,8 @@ class ModelDrafter(Generic[S]):
     ) -> None:
         """Draw what would have been drawn, had the tokens before it been impossible."""
         for _ in range(self._siblings):
-            law = replace(law, logits=law.logits.scatter(-1, drawn[:, None], -math.inf))
-            drawn = law.draw(budget.coins, seeds)
+            guess = replace(guess, logits=guess.logits.scatter(-1, drawn[:, None], -math.inf))
+            drawn = guess.draw(budget.coins, seeds)
             chances = every.gather(-1, drawn[:, None])[:, 0].tolist()
             for state, token, chance in zip(states, drawn.tolist(), chances, strict=True):
                 if chance > 0.0:  # else there is no other token
@@ -297,13 +297,13 @@ class ModelDrafter(Generic[S]):
 
     def _draft(self, state: _State[S], most: int, budget: Budget) -> Draft[Any]:
         if budget.rule != "match" and state.drafts:
-            law = Sampled(torch.stack(state.laws))
-            return chain(state.drafts, law, confidences=state.confidences)
+            q = Sampled(torch.stack(state.probs))
+            return chain(state.drafts, q, confidences=state.confidences)
         drafts = chain(state.drafts, confidences=state.confidences)
         best = sorted(state.siblings, reverse=True)[: most - len(state.drafts)]
         return Draft(
             tokens=(*drafts.tokens, *(token for _, _, token, _ in best)),
             parents=(*drafts.parents, *(depth - 1 for _, depth, _, _ in best)),
-            law=drafts.law,
+            distribution=drafts.distribution,
             confidences=(*drafts.confidences, *(chance for _, _, _, chance in best)),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.core import Budget, Law, Outcome, Proposal, Request
+from outrider.core import Budget, Outcome, Proposal, Request
 
 
 class NoDrafter:
@@ -15,7 +15,7 @@ class NoDrafter:
     def start(self, requests: Sequence[Request]) -> None:
         """Do nothing."""
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Propose no drafts."""
         return Proposal.empty(len(requests))
 

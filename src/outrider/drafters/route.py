@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from outrider.core import Budget, Drafter, Law, Outcome, Outcomes, Proposal, Request
+from outrider.core import Budget, Drafter, Outcome, Outcomes, Proposal, Request
 
 
 class RoutedDrafter:
@@ -26,7 +26,7 @@ class RoutedDrafter:
         for name, group in self._groups(requests).items():
             self._drafters[name].start([requests[r] for r in group])
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Ask each drafter for its requests' drafts."""
         groups = self._groups(requests)
         if len(groups) == 1:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.core import Budget, Ints, Law, Outcome, Outcomes, Proposal, Request
+from outrider.core import Budget, Ints, Outcome, Outcomes, Proposal, Request
 from outrider.drafters.lookup import ANCHOR, WIDTH, Texts
 from outrider.drafters.shared import SharedTexts, tenant_of
 
@@ -67,7 +67,7 @@ class SuffixDrafter:
             row = self._rows[request.id] = self.texts.open(request.id)
             self.texts.extend(row, [*request.prompt, *request.output])
 
-    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Propose what most occurrences say; in a tree, also what the first to disagree say."""
         rows = self._rows_of(requests)
         options = self._width, self._min_vote, budget.trees

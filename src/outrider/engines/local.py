@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, get_args
 
 from outrider.engines.base import (
     Answer,
@@ -19,6 +19,7 @@ from outrider.engines.base import (
     said,
 )
 from outrider.errors import Unsupported, UsageError
+from outrider.hosts.exactness import Exactness, current_name
 
 __all__ = ["LocalEngine"]
 
@@ -26,7 +27,7 @@ PLAIN, ASSISTED, LOOKUP, OUTRIDER = MODES = ("plain", "assisted", "lookup", "out
 CHOICES: dict[str, tuple[Any, ...]] = {
     "mode": MODES,
     "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "exactness": ("law", "bitwise"),
+    "exactness": get_args(Exactness),
     "draft_bits": (4, 8),
 }
 OPTIONS = ("draft", "drafter", "max_drafts", *CHOICES)
@@ -55,10 +56,12 @@ class LocalEngine:
         a draft model, by prompt lookup), `outrider` is ours; the last if a draft or drafter is
         named, else plain
     draft: a smaller model; drafter: who drafts instead, by name; max_drafts: K
-    dtype: of the weights; exactness: "law" or "bitwise"; draft_bits: 4 or 8
+    dtype: of the weights; exactness: "lossless" or "bitwise"; draft_bits: 4 or 8
     """
 
     def __init__(self, spec: str, model: str, options: Mapping[str, Any]) -> None:
+        if "exactness" in options:
+            options = {**options, "exactness": current_name(options["exactness"])}
         _check(spec, options)
         ours = "draft" in options or "drafter" in options
         self.spec = spec
@@ -191,7 +194,7 @@ class LocalEngine:
             drafter=self._drafter,
             sampling=sampling,
             max_drafts=self._max_drafts,
-            exactness=self._options.get("exactness", "law"),
+            exactness=self._options.get("exactness", "lossless"),
         )
         arrivals = [[(started, 0.0)] for _ in queries]
         before = started

@@ -51,7 +51,7 @@ def record(options: ExplainOptions, on_tokens: OnTokens) -> tuple[Recording, Dec
             "max_tokens": options.max_tokens,
             "logprobs": TOP,
         },
-        "exactness": "bitwise" if options.compare else "law",
+        "exactness": "bitwise" if options.compare else "lossless",
         "tokenizer": tokenizer,
     }
     recording = Recording(text, ids)

@@ -13,7 +13,7 @@ from outrider.selftest.check import Check, Setting, equal, near
 
 __all__ = ["renorm_prob", "sample_match", "tree_sampling"]
 
-LAWS: list[dict[str, float]] = [
+SAMPLINGS: list[dict[str, float]] = [
     {"temperature": 0.0},
     {},
     {"temperature": 0.7},
@@ -37,19 +37,19 @@ def _vocabularies(setting: Setting) -> tuple[int, ...]:
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Return numbers from a normal law, on the host."""
+    """Return numbers from a normal distribution, on the host."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def sample_match(setting: Setting) -> Iterator[Check]:
-    """Yield the checks of sampling under several laws, and of matching."""
+    """Yield the checks of sampling with several parameters, and of matching."""
     from outrider.kernels.sample_match import reference, triton
 
     def sample(vocab: int, dtype: torch.dtype) -> str:
         full = [
-            {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | law for law in LAWS * 3
+            {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | s for s in SAMPLINGS * 3
         ]
-        columns = [torch.tensor([law[name] for law in full]) for name in full[0]]
+        columns = [torch.tensor([row[name] for row in full]) for name in full[0]]
         columns[1] = columns[1].to(torch.int64)
         generator = torch.Generator().manual_seed(1)
         columns += [torch.randint(0, top, (len(full),), generator=generator)
@@ -78,7 +78,7 @@ def sample_match(setting: Setting) -> Iterator[Check]:
     for vocab in _vocabularies(setting):
         for dtype in (torch.float32, torch.bfloat16):
             kind = str(dtype).removeprefix("torch.")
-            name = f"sample_match: {len(LAWS)} laws, V = {vocab}, {kind}"
+            name = f"sample_match: {len(SAMPLINGS)} samplings, V = {vocab}, {kind}"
             yield Check(name, "correctness", partial(sample, vocab, dtype))
     yield Check("sample_match: match of chains and trees", "correctness", match)
 
@@ -132,8 +132,8 @@ def _tree_problem(vocab: int, batch: int = 6) -> dict[str, Any]:
     candidates = torch.zeros(batch, size, dtype=torch.int64)
     for parent in set(TREE[1:]):
         nodes = [node for node in range(size) if TREE[node] == parent]
-        law = target[:, parent] + 1e-9  # siblings differ: drawn without replacement
-        candidates[:, nodes] = torch.multinomial(law, len(nodes), generator=generator)
+        p = target[:, parent] + 1e-9  # siblings differ: drawn without replacement
+        candidates[:, nodes] = torch.multinomial(p, len(nodes), generator=generator)
     return {
         "predicts": torch.full((batch * size,), -1, dtype=torch.int32),
         "accept_index": torch.full((batch, 4), -1, dtype=torch.int32),

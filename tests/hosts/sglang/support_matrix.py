@@ -56,7 +56,9 @@ TRAFFIC = {
     "`return_hidden_states`": "test_requests.py",
     "streams in chunks of a fixed size, answers without acceptance": "test_side_channel.py",
     "records of each step (`explain`)": "test_explain.py",
-    "unseeded sampling (temperature, top-k, top-p, min-p): the law, by chi-square": "test_law.py",
+    "unseeded sampling (temperature, top-k, top-p, min-p): the distribution, by chi-square": (
+        "test_distribution.py"
+    ),
 }
 REQUESTS = {
     "`custom_params.outrider` that is not `{max_drafts, drafter, explain}`": (
@@ -102,8 +104,8 @@ def page() -> str:
         table(
             ("kind", "parameters", "compared", "SGLang"),
             [
-                (name, shown(params), f"{law}, `test_parity.py`", versions("test_parity.py"))
-                for name, params, law in kinds
+                (name, shown(params), f"{compared}, `test_parity.py`", versions("test_parity.py"))
+                for name, params, compared in kinds
             ],
         )
     )

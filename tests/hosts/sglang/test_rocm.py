@@ -223,12 +223,12 @@ VERIFY = {"EAGLE, spec v1": eagle_v1, "EAGLE, spec v2": eagle_v2, "NGRAM": ngram
 
 @pytest.fixture(params=VERIFY)
 def verify(request):
-    """One of SGLang's own verifications, with the same law after every node."""
+    """One of SGLang's own verifications, with the same distribution after every node."""
     torch.manual_seed(0)
     return lambda info: VERIFY[request.param](info, LOGITS.repeat(N * T, 1))
 
 
-def law(top_k=V, top_p=1.0):
+def plain_distribution(top_k=V, top_p=1.0):
     """Return what plain decoding would draw from."""
     p = (LOGITS / TEMPERATURE).softmax(-1)
     order = p.argsort(descending=True)[:top_k]
@@ -251,17 +251,17 @@ def pvalue(tokens, expected):
 def test_without_the_repair_the_temperature_does_not_count(verify):
     out = verify(sampling())
     assert out == [[1, 1]] * N  # the most likely token, for every request
-    assert pvalue([y[0] for y in out], law()) < 1e-6
+    assert pvalue([y[0] for y in out], plain_distribution()) < 1e-6
 
 
 @pytest.mark.parametrize(
     "limits", [{}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.8}], ids=str
 )
-def test_with_the_repair_every_token_follows_the_law(verify, limits):
+def test_with_the_repair_every_token_has_the_plain_distribution(verify, limits):
     rocm.repair()
     out = verify(sampling(**limits))
-    assert pvalue([y[0] for y in out], law(**limits)) > 1e-3
-    assert pvalue([y[1] for y in out if len(y) > 1], law(**limits)) > 1e-3
+    assert pvalue([y[0] for y in out], plain_distribution(**limits)) > 1e-3
+    assert pvalue([y[1] for y in out if len(y) > 1], plain_distribution(**limits)) > 1e-3
     assert {len(y) for y in out} >= {1, 2}
 
 
@@ -275,7 +275,7 @@ def test_greedy_and_sampled_requests_in_one_batch(verify):
     rocm.repair()
     out = verify(sampling(mixed=True))
     assert out[::2] == [[1, 1]] * (N // 2)
-    assert pvalue([y[0] for y in out[1::2]], law()) > 1e-3
+    assert pvalue([y[0] for y in out[1::2]], plain_distribution()) > 1e-3
 
 
 @pytest.mark.parametrize("sparse", [True, False])
@@ -298,8 +298,8 @@ def test_dflash(sparse):
     torch.manual_seed(0)
     accepted, bonus = run()
     first = torch.where(accepted > 0, TOKENS[1], bonus)
-    assert pvalue(first.tolist(), law(top_k=4)) > 1e-3
-    assert pvalue(bonus[accepted > 0].tolist(), law(top_k=4)) > 1e-3
+    assert pvalue(first.tolist(), plain_distribution(top_k=4)) > 1e-3
+    assert pvalue(bonus[accepted > 0].tolist(), plain_distribution(top_k=4)) > 1e-3
 
 
 def test_what_else_looks_at_the_flags_answers_as_before():

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import outrider
 from outrider.core import FinishReason
 from outrider.drafters import ModelDrafter
+from outrider.engines import Query, open_engine
 from outrider.hosts.transformers import NAME, Runner, TransformersHost
 
 
@@ -21,7 +22,7 @@ def hf_greedy(model, prompt, length=60):
     return out[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("exactness", ["law", "bitwise"])
+@pytest.mark.parametrize("exactness", ["lossless", "bitwise"])
 @pytest.mark.parametrize("which", ["none", "ngram", "suffix", "draft"])
 def test_greedy_is_that_of_transformers(pair, which, exactness):
     target, draft, tok, prompts = pair
@@ -37,7 +38,7 @@ def test_greedy_is_that_of_transformers(pair, which, exactness):
     assert not done.stats.fallbacks
 
 
-@pytest.mark.parametrize("exactness", ["law", "bitwise"])
+@pytest.mark.parametrize("exactness", ["lossless", "bitwise"])
 def test_control_decides_how_much_and_nothing_else(pair, exactness):
     """Free drafters alone, and beside a draft model."""
     target, draft, tok, prompts = pair
@@ -259,7 +260,7 @@ def test_refusals(pair):
         target.eval()
 
 
-@pytest.mark.parametrize("value", ["bitwize", "Law", "", None, True, 1])
+@pytest.mark.parametrize("value", ["bitwize", "Lossless", "Law", "", None, True, 1])
 @pytest.mark.parametrize("option", ["exactness", "rule"])
 def test_an_option_with_few_values_takes_no_other(pair, option, value):
     target, draft, tok, prompts = pair
@@ -267,8 +268,28 @@ def test_an_option_with_few_values_takes_no_other(pair, option, value):
         outrider.stream(target, prompts, **{option: value})
     if option == "exactness":
         for edge in (Runner, TransformersHost):
-            with pytest.raises(outrider.Unsupported, match="choose one of law, bitwise"):
+            with pytest.raises(outrider.Unsupported, match="choose one of lossless, bitwise"):
                 edge(target, value)
+
+
+def test_law_is_the_old_name_of_lossless(pair, model_dir):
+    """Wherever a user may give it: in calls, in `custom_generate`, among an engine's options."""
+    target, draft, tok, prompts = pair
+    assert Runner(target).exactness == Runner(target, "law").exactness == "lossless"
+    plain = hf_greedy(target, prompts[0], 12)
+    done = outrider.generate(target, prompts[0], sampling={"max_tokens": 12}, exactness="law")
+    assert done.outputs == [plain]
+    own = {"custom_generate": outrider.custom_generate, "exactness": "law"}
+    ids = torch.tensor([prompts[0]])
+    found = target.generate(ids, max_new_tokens=12, do_sample=False, **own)
+    assert found[0, len(prompts[0]) :].tolist() == plain
+    spec = f"transformers:{model_dir('tiny-target')}#drafter=ngram,exactness="
+    answers = []
+    for name in ("law", "lossless"):
+        engine = open_engine(spec + name)
+        answers += engine.ask([Query("The outrider of Dale was", chat=False, max_tokens=12)])
+        engine.close()
+    assert answers[0].text == answers[1].text
 
 
 @pytest.mark.parametrize(

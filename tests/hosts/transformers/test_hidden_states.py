@@ -75,7 +75,7 @@ def all_states(model, tokens: list[int]) -> Tensor:
     return torch.stack([layer[0] for layer in out.hidden_states], dim=1)
 
 
-@pytest.mark.parametrize("exactness", ["law", "bitwise"])
+@pytest.mark.parametrize("exactness", ["lossless", "bitwise"])
 @pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
 def test_states_are_those_of_the_kept_rows(target, prompts, plain, trees, exactness):
     """Three requests that accept unlike numbers of drafts: every token's states, in order."""
@@ -181,7 +181,7 @@ def test_layers_that_do_not_exist_are_refused(target, prompts):
 
 def test_one_run_gives_every_segment_its_states(target, prompts):
     """Also where prompts and other rows pass through the model apart."""
-    for exactness in ("law", "bitwise"):
+    for exactness in ("lossless", "bitwise"):
         runner = Runner(target, exactness)
         old, new = runner.open(), runner.open()
         runner.extend([(old, prompts[1][:2])])

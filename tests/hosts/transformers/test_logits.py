@@ -53,7 +53,7 @@ def make(name: str):
     return model.eval()
 
 
-@pytest.mark.parametrize("exactness", ["law", "bitwise"])
+@pytest.mark.parametrize("exactness", ["lossless", "bitwise"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architectures(name, exactness):
     model = make(name)
@@ -66,7 +66,7 @@ def test_architectures(name, exactness):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("exactness", ["law", "bitwise"])
+@pytest.mark.parametrize("exactness", ["lossless", "bitwise"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", ["tiny-target", "tiny-draft"])
 def test_trained_models(load, tokenizer, name, phase, exactness):
@@ -78,7 +78,7 @@ def test_trained_models(load, tokenizer, name, phase, exactness):
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("name", ["stories260k", "stories15m"])
 def test_real_models(load, tokenizer, name, phase):
-    check(load(name), tokenizer(name), phase, "law")
+    check(load(name), tokenizer(name), phase, "lossless")
 
 
 def check(model, tokenizer, phase, exactness):

@@ -188,11 +188,11 @@ def run_all(runner, sequence, tokens):
 @pytest.mark.models
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_twin_without_invariance_bits_differ(load, dtype):
-    """What `bitwise` is for: in `law` mode the same rows have other bits in other company."""
+    """What `bitwise` is for: in `lossless` mode the same rows have other bits in other company."""
     model = load("stories15m", dtype)
     decode, verify = verify_and_decode_logits(model, "bitwise")
     assert torch.equal(decode, verify)
-    decode, verify = verify_and_decode_logits(model, "law")
+    decode, verify = verify_and_decode_logits(model, "lossless")
     assert not torch.equal(decode, verify)
 
 
@@ -203,6 +203,6 @@ def test_twin_without_invariance_tokens_differ(case, record):
     At which sizes a CPU's products differ depends on the CPU: the first that do are enough.
     """
     assert any(
-        compare(case, "stories15m", "bfloat16", "random", k, range(8), "T=0.7", record, "law")
+        compare(case, "stories15m", "bfloat16", "random", k, range(8), "T=0.7", record, "lossless")
         for k in (1, 2, 5, 8)
     )

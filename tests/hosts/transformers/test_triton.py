@@ -28,7 +28,7 @@ def triton(monkeypatch):
         yield
 
 
-def logits(model, exactness="law"):
+def logits(model, exactness="lossless"):
     """The rows of a prompt, of one more token, of a chain and of a tree of drafts."""
     runner = Runner(model, exactness)
     sequence = runner.open()

@@ -12,7 +12,6 @@ from outrider.control import AdaptiveDrafter, TieredDrafter, adaptive_drafter
 from outrider.core import (
     Budget,
     Drafter,
-    Law,
     Proposal,
     Request,
     Unsupported,
@@ -128,7 +127,7 @@ class Drafters:
             self.model.skip(plain)
             self.fallbacks["prefill"] += len(plain.reqs)
 
-    def propose(self, plain: Any, requests: Sequence[Request], budget: Budget) -> Proposal[Law]:
+    def propose(self, plain: Any, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Ask the drafters, on rank 0; on the others, make the passes that it tells of.
 
         All ranks return the same. A pass that failed on one of them makes the step a plain one on
@@ -159,7 +158,7 @@ class Drafters:
             some = replace(budget, max_drafts=budget.max_drafts[mine])
             self.guards[ADAPTIVE].look([requests[r] for r in mine], some)
 
-    def _follow(self, batch_size: int) -> Proposal[Law]:
+    def _follow(self, batch_size: int) -> Proposal:
         """Make the passes that rank 0 tells of. Return its proposal, unless one of them failed."""
         has_run, fault = False, None
         while (heard := self.ranks.hear())[0] is not Message.DONE:
@@ -189,7 +188,7 @@ class Drafters:
             drafter.seconds = 0.0
         return seconds
 
-    def who(self, requests: Sequence[Any], proposal: Proposal[Law]) -> list[str]:
+    def who(self, requests: Sequence[Any], proposal: Proposal) -> list[str]:
         """Return who drafted for each request in the last step, which had this proposal."""
         names = [_chosen(request) for request in requests]
         if self.control is not None and ADAPTIVE in names:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.core import ROOT, Draft, Law, Outcome
+from outrider.core import ROOT, Draft, Outcome
 
 
-def step_record(outcome: Outcome, draft: Draft[Law], drafter: str) -> dict[str, Any]:
+def step_record(outcome: Outcome, draft: Draft, drafter: str) -> dict[str, Any]:
     """Return who drafted, the tree of drafts, the path that was kept, and the tokens emitted.
 
     parents: the index of each draft's parent, -1 for the request's last token

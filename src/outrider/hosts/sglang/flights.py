@@ -14,7 +14,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 
-from outrider.core import FinishReason, Ints, Law, Outcomes, Proposal
+from outrider.core import FinishReason, Ints, Outcomes, Proposal
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.request_table import Columns
 from outrider.hosts.sglang.requests import LiveRequest
@@ -40,7 +40,7 @@ class Flight:
     requests: Sequence[LiveRequest]
     members: Ints
     columns: Columns
-    proposal: Proposal[Law]
+    proposal: Proposal
     clock: StepClock
     rows: Ints | None = None
     result: Any = None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from outrider.control.cost import StepCost
-from outrider.core import Law, Outcomes, Proposal, at_least
+from outrider.core import Outcomes, Proposal, at_least
 
 PREFIX = "outrider:"
 
@@ -84,7 +84,7 @@ class Metrics:
             for of in FROM_THE_START.get(name, () if own else ("",)):
                 self._add(name, 0, of)
 
-    def record(self, outcomes: Outcomes, proposal: Proposal[Law], drafters: Sequence[str]) -> None:
+    def record(self, outcomes: Outcomes, proposal: Proposal, drafters: Sequence[str]) -> None:
         """Count one step. drafters: who drafted for each request, if somebody did."""
         drafts, accepted = outcomes.num_drafts, outcomes.num_accepted_drafts
         self._add("verify_steps", 1)

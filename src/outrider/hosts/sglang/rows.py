@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.core import Ints, Law, Proposal
+from outrider.core import Ints, Proposal
 from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.requests import ActiveRequests
 from outrider.hosts.sglang.sampling import row_sampling, take
@@ -62,7 +62,7 @@ class TreeRows:
     positions: None = None
 
     @staticmethod
-    def of(proposal: Proposal[Law]) -> TreeRows | None:
+    def of(proposal: Proposal) -> TreeRows | None:
         """Return the tree of a proposal's rows; None if nothing branches."""
         if proposal.is_chain:
             return None
@@ -114,7 +114,7 @@ class StepRows:
         batch: Any,
         plain: Any,
         active: ActiveRequests,
-        proposal: Proposal[Law],
+        proposal: Proposal,
     ) -> StepRows:
         """Lay the rows of a proposal out: all that the device is told goes in one copy.
 

@@ -15,7 +15,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from torch import Tensor
 
-from outrider.core import Law, Proposal
+from outrider.core import Proposal
 from outrider.hosts.sglang.grammars import RowGrammar
 from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.penalties import advance, copied
@@ -152,7 +152,7 @@ class _NoPenalties:
         """Do nothing."""
 
 
-def row_sampling(batch: Any, active: ActiveRequests, proposal: Proposal[Law], owner: Tensor) -> Any:
+def row_sampling(batch: Any, active: ActiveRequests, proposal: Proposal, owner: Tensor) -> Any:
     """Return the host's sampling parameters with an entry for each row of the proposal."""
     info = batch.sampling_info
     if _is_greedy_only(info) and not batch.has_grammar:

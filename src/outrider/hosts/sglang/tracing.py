@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider import __version__
-from outrider.core import Law, Outcomes, Proposal, Unsupported
+from outrider.core import Outcomes, Proposal, Unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Tracer:
         self,
         clock: StepClock,
         outcomes: Outcomes,
-        proposal: Proposal[Law],
+        proposal: Proposal,
         drafters: Sequence[str],
     ) -> None:
         """Hand one step over to be sent. A fault ends the tracing, and nothing else.
@@ -99,7 +99,7 @@ class Tracer:
         self,
         clock: StepClock,
         outcomes: Outcomes,
-        proposal: Proposal[Law],
+        proposal: Proposal,
         drafters: Sequence[str],
     ) -> None:
         # spans are dated, laps are not; a step is too short for the two clocks to part

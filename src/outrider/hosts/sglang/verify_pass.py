@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from torch import Tensor
 
-from outrider.core import Ints, Law, Proposal
+from outrider.core import Ints, Proposal
 from outrider.hosts.sglang.host import changed
 from outrider.hosts.sglang.requests import ActiveRequests
 from outrider.hosts.sglang.rows import decode_rows, read_slots, to_device
@@ -39,12 +39,12 @@ class VerifyPass:
         self._target, self.width, self.is_checked = target_worker, width, False
         self._most = int(target_worker.model_config.context_len)
 
-    def can_run(self, active: ActiveRequests, proposal: Proposal[Law]) -> bool:
+    def can_run(self, active: ActiveRequests, proposal: Proposal) -> bool:
         """Say whether these drafts can be verified so: chains, with room for padding behind."""
         fits = int(active.lens.max()) + self.width <= self._most
         return fits and proposal.is_chain and int(proposal.num_drafts.max()) < self.width
 
-    def run(self, batch: Any, plain: Any, active: ActiveRequests, proposal: Proposal[Law]) -> Any:
+    def run(self, batch: Any, plain: Any, active: ActiveRequests, proposal: Proposal) -> Any:
         """Return the host's result with the logits of the proposal's rows, as a pass of rows has.
 
         batch, plain: the host's decode batch, and the same as its workers take it

@@ -34,7 +34,6 @@ from outrider.core import (
     Budget,
     FinishReason,
     Ints,
-    Law,
     Outcomes,
     Proposal,
     Unsupported,
@@ -273,7 +272,7 @@ class OutriderWorker:
             self._read_at = 0.0
         clock.lap("host")
         columns = self._requests.columns
-        proposal: Proposal[Law] = Proposal.empty(len(active.requests))
+        proposal: Proposal = Proposal.empty(len(active.requests))
         if columns.may_draft and active.requests[0].finish_reason is None:
             budget = self._budget(batch, active.requests, active.members)
             proposal = self._drafters.propose(plain, active.requests, budget)
@@ -344,13 +343,11 @@ class OutriderWorker:
         )
         done, columns = self._record(), self._requests.columns
         rows = StepRows(forward, kind_groups(columns.kinds, batch.device))
-        nothing: Proposal[Law] = Proposal.empty(len(requests))
+        nothing: Proposal = Proposal.empty(len(requests))
         flight = Flight(requests, np.arange(len(requests)), columns, nothing, clock)
         return self._run(flight, rows, NextDraft(new, new_cpu, True, done, flight))
 
-    def _pads(
-        self, batch: Any, plain: Any, active: ActiveRequests, proposal: Proposal[Law]
-    ) -> bool:
+    def _pads(self, batch: Any, plain: Any, active: ActiveRequests, proposal: Proposal) -> bool:
         """Say whether SGLang's own verify pass is launched, not rows; the same on all ranks."""
         verify, control, columns = self._verify, self._drafters.control, self._requests.columns
         assert verify is not None
@@ -593,7 +590,7 @@ class OutriderWorker:
         return found
 
     def _count(
-        self, clock: StepClock, outcomes: Outcomes, proposal: Proposal[Law], drafters: list[str]
+        self, clock: StepClock, outcomes: Outcomes, proposal: Proposal, drafters: list[str]
     ) -> None:
         """Tell the counters and the traces of a step that is over."""
         if self._metrics is not None:
@@ -603,9 +600,7 @@ class OutriderWorker:
         if self._tracer is not None:
             self._tracer.step(clock, outcomes, proposal, drafters)
 
-    def _explain(
-        self, outcomes: Outcomes, proposal: Proposal[Law], drafters: Sequence[str]
-    ) -> None:
+    def _explain(self, outcomes: Outcomes, proposal: Proposal, drafters: Sequence[str]) -> None:
         """Note what the step did to each request that asks, and tell it when it ends."""
         drafts = proposal.drafts()
         for outcome, draft, name in zip(outcomes, drafts, drafters, strict=True):

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from outrider.core import SamplingParams, Unsupported
+from outrider.hosts.exactness import Exactness
 from outrider.hosts.transformers.arguments import call_arguments, check_arguments
 from outrider.hosts.transformers.generate import DrafterLike, Stream, stream
-from outrider.hosts.transformers.runner import Exactness
 
 _PROCESSORS = {
     RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
@@ -50,7 +50,7 @@ def custom_generate(
     *,
     drafter: DrafterLike = "ngram",
     max_drafts: int = 8,
-    exactness: Exactness = "law",
+    exactness: Exactness = "lossless",
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     streamer: Any = None,

@@ -32,9 +32,10 @@ from outrider.drafters import (
     make_drafter,
 )
 from outrider.errors import check_choice
+from outrider.hosts.exactness import Exactness
 from outrider.hosts.transformers.host import TransformersHost
 from outrider.hosts.transformers.requests import Prompts, SamplingLike, make_requests
-from outrider.hosts.transformers.runner import Exactness, Runner
+from outrider.hosts.transformers.runner import Runner
 from outrider.hosts.transformers.tokenizers import check_same_tokenizer
 from outrider.kernels.sample_match import DeviceCoins
 
@@ -118,7 +119,7 @@ def generate(
     sampling: SamplingLike | Sequence[SamplingLike] = None,
     max_drafts: int = 8,
     rule: RuleName = "match",
-    exactness: Exactness = "law",
+    exactness: Exactness = "lossless",
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
     draft_timeout: float | None = None,
@@ -135,8 +136,9 @@ def generate(
     max_drafts: the most draft tokens for a prompt in one step; 0 is plain decoding
     rule: how drafts are verified: "match" emits the tokens of plain decoding with the same seed;
         "residual" and "block" keep the distribution and use other random numbers
-    exactness: "law", lossless given the logits; or "bitwise", where also the logits do not depend
-        on the drafts or the batch, so that the tokens are those of plain decoding
+    exactness: "lossless", the distribution of plain decoding, given the logits; or "bitwise", where
+        also the logits do not depend on the drafts or the batch, so that the tokens are those of
+        plain decoding
     tokenizer: the model's; needed for stop strings, and compared with the draft model's
     draft_tokenizer: the draft model's, if it cannot be loaded from beside its weights
     draft_timeout: seconds that a drafter may take in one step; None is no limit
@@ -169,7 +171,7 @@ def stream(
     sampling: SamplingLike | Sequence[SamplingLike] = None,
     max_drafts: int = 8,
     rule: RuleName = "match",
-    exactness: Exactness = "law",
+    exactness: Exactness = "lossless",
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
     draft_timeout: float | None = None,

@@ -8,15 +8,16 @@ from dataclasses import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.core import Law, Outcome, Proposal, Request, Unsupported
+from outrider.core import Outcome, Proposal, Request, Unsupported
+from outrider.hosts.exactness import Exactness
 from outrider.hosts.transformers.pool import CachedSequence
-from outrider.hosts.transformers.runner import Exactness, Runner, Segment
+from outrider.hosts.transformers.runner import Runner, Segment
 
 
 class TransformersHost:
     """Runs a target model over requests and their drafts, and keeps the cache in step."""
 
-    def __init__(self, model: PreTrainedModel, exactness: Exactness = "law") -> None:
+    def __init__(self, model: PreTrainedModel, exactness: Exactness = "lossless") -> None:
         self.runner = Runner(model, exactness)
         self._sequences: dict[int, CachedSequence] = {}
         self._hidden_layers: tuple[int, ...] = ()
@@ -31,7 +32,7 @@ class TransformersHost:
             )
         self._hidden_layers = tuple(layers)
 
-    def forward(self, requests: Sequence[Request], proposal: Proposal[Law]) -> Tensor:
+    def forward(self, requests: Sequence[Request], proposal: Proposal) -> Tensor:
         """Run the target over each request's last token and drafts. Return their logits, [N, V].
 
         A request that comes for the first time brings its whole prompt.

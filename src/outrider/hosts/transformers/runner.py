@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 from weakref import WeakSet
 
 import torch
@@ -23,6 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from outrider.core import ROOT, Request, Unsupported
 from outrider.errors import check_choice
+from outrider.hosts.exactness import Exactness, current_name
 from outrider.hosts.transformers.pool import CachedSequence, KVPool
 from outrider.kernels import arch, use_triton
 from outrider.kernels.paged_attention import (
@@ -39,7 +40,6 @@ from outrider.kernels.row_invariant import ROWS, RowInvariant
 
 NAME = "outrider"
 _PROVEN: WeakSet[PreTrainedModel] = WeakSet()
-Exactness = Literal["law", "bitwise"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Runner:
     max_unread = 1024
     max_catch_up = 4096
 
-    def __init__(self, model: PreTrainedModel, exactness: Exactness = "law") -> None:
+    def __init__(self, model: PreTrainedModel, exactness: Exactness = "lossless") -> None:
+        exactness = current_name(exactness)
         check_choice("exactness", exactness, get_args(Exactness))
         _check_model(model)
         self.model = model
@@ -132,7 +133,7 @@ class Runner:
 
         layers: as in `Drafter`; if there are none, nothing is captured
         """
-        if self.exactness == "law":
+        if self.exactness == "lossless":
             return self._forward(segments, layers)
         # A prompt passes alone, in its natural shape: a function of the prompt, whoever else
         # is there. All other rows share a pass and are invariant by tiles.
@@ -210,7 +211,7 @@ class Runner:
             raise Unsupported(
                 f"exactness='bitwise' for {type(self.model).__name__} on {self.model.device}: "
                 "a row's logits depend on the rows beside it",
-                fix="use exactness='law', which is exact given the logits",
+                fix="use exactness='lossless', which is exact given the logits",
             )
 
 

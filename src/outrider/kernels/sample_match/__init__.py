@@ -36,8 +36,8 @@ def sample(
 ) -> Tensor:
     """Return the token that plain decoding emits after each row, whatever was drafted: [N] int64.
 
-    The law is `core.target_law`'s (temperature, top-k, top-p, min-p, in this order), and the coin
-    that of `core.KeyedCoins.draw`.
+    The distribution is `core.target_distribution`'s (temperature, top-k, top-p, min-p, in this
+    order), and the coin that of `core.KeyedCoins.draw`.
 
     logits:      [N, V] float32, bfloat16 or float16; rows may be strided; NaN counts as -inf
     temperature: [N] float32; 0 is greedy, the lowest id of equals
@@ -58,12 +58,12 @@ def sample(
     _check_column("top_k", top_k, len(logits), (torch.int32, torch.int64), logits.device)
     for name, column in (("seeds", seeds), ("positions", positions)):
         _check_column(name, column, len(logits), (torch.int64,), logits.device)
-    law = (logits, temperature, top_k, top_p, min_p, seeds, positions)
+    arguments = (logits, temperature, top_k, top_p, min_p, seeds, positions)
     if not use_triton(logits.device):
-        return reference.sample(*law)
+        return reference.sample(*arguments)
     from outrider.kernels.sample_match import triton
 
-    return triton.sample(*law)
+    return triton.sample(*arguments)
 
 
 def match(

@@ -1,4 +1,4 @@
-"""Sampling and matching in plain torch: the law of `core.target`, the coins of `core.coins`."""
+"""Sampling and matching in plain torch: distributions of `core.target`, coins of `core.coins`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def sample(
     late[:, 0] = False  # rounding must not remove the most likely token
     removed = torch.zeros_like(late).scatter(-1, order, late)
     floor = best[:, :1] + min_p.double().log().float()[:, None]
-    law = x.masked_fill(removed | (x < kth) | (x < floor), -math.inf)
-    return torch.where(greedy, x.argmax(-1), KeyedCoins().draw(law, seeds, positions))
+    kept = x.masked_fill(removed | (x < kth) | (x < floor), -math.inf)
+    return torch.where(greedy, x.argmax(-1), KeyedCoins().draw(kept, seeds, positions))
 
 
 def match(

@@ -265,14 +265,14 @@ def sample(
     splits = triton.cdiv(vocab_size, SPLIT)
     best = torch.empty(num_rows, splits, dtype=torch.float64, device=logits.device)
     winner = torch.empty(num_rows, splits, dtype=torch.int32, device=logits.device)
-    law = (logits, temperature, top_k, top_p, min_p, seeds, positions)
+    arguments = (logits, temperature, top_k, top_p, min_p, seeds, positions)
     stride = logits.stride(0)
     draw_kernel[(num_rows, splits)](
-        *law, best, winner, stride, vocab_size, SPLIT=SPLIT, BLOCK=1024, **launch_options(4)
+        *arguments, best, winner, stride, vocab_size, SPLIT=SPLIT, BLOCK=1024, **launch_options(4)
     )
     places = triton.next_power_of_2(splits)
     pick_kernel[(num_rows,)](
-        *law,
+        *arguments,
         best,
         winner,
         tokens,

@@ -1,4 +1,4 @@
-"""Verification of a tree of drafts by the target's law: SGLang's function, for any GPU with Triton.
+"""A tree of drafts verified by target probabilities: SGLang's function, for any GPU with Triton.
 
 Name, arguments and meaning are those of `sgl_kernel`, with one difference: a token of probability 0
 is never emitted. (There, a coin of exactly 0 accepts it, and an empty rest draws the last id.)
@@ -43,10 +43,10 @@ def tree_speculative_sampling_target_only(
     retrive_next_sibling: [B, T] its next sibling, or -1
     uniform_samples:      [B, T] in [0, 1): one coin for the children of each node
     uniform_samples_for_final_sampling: [B] in [0, 1)
-    target_probs:         [B, T, V] float32, the law after each node
+    target_probs:         [B, T, V] float32, the target's distribution after each node
     draft_probs:          [B, T, V] float32, zeros; rejected drafts leave their mass here
-    threshold_single:     accept any draft that is at least as likely; 1 leaves the law as it is
-    threshold_acc:        divides the accepted mass; 1 leaves the law as it is
+    threshold_single:     accept any draft that is at least as likely; 1 is lossless
+    threshold_acc:        divides the accepted mass; 1 is lossless
     deterministic:        ignored: the sums are integers, the same in any order
     """
     _check(

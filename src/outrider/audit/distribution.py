@@ -1,10 +1,10 @@
-"""Do two engines sample from one law? Chi-square on the first tokens of many short answers.
+"""Do two engines sample from one distribution? Chi-square on the first tokens of many answers.
 
 An answer is looked at in several ways: its first token, its first two, and so on, and each later
 token alone. For each prompt and each way, a two-sample chi-square test asks whether both engines'
-answers can come from one law. For each way, the statistics of all prompts are added up to one more
-test: a bias that is everywhere, and too small to be seen in one place, shows there. All p-values
-are multiplied by the number of tests (Bonferroni).
+answers can come from one distribution. For each way, the statistics of all prompts are added up to
+one more test: a bias that is everywhere, and too small to be seen in one place, shows there. All
+p-values are multiplied by the number of tests (Bonferroni).
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from typing import Any
 
 from outrider.engines import Answer
 
-__all__ = ["LENGTH", "Cell", "Law", "LawTest", "compare_laws", "detectable"]
+__all__ = [
+    "LENGTH",
+    "Cell",
+    "DistributionResult",
+    "DistributionTest",
+    "compare_distributions",
+    "detectable",
+]
 
 LENGTH = 4
 """Tokens of a sampled answer: those after the first come from verified drafts."""
@@ -50,7 +57,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class LawTest:
+class DistributionTest:
     """One test.
 
     prompt: its number; None for all prompts together
@@ -71,15 +78,15 @@ class LawTest:
 
     @property
     def differs(self) -> bool:
-        """Whether the laws differ."""
+        """Whether the distributions differ."""
         return self.corrected < SIGNIFICANT
 
 
 @dataclass(frozen=True)
-class Law:
+class DistributionResult:
     """All tests. counts: for each prompt, how many answers each engine gave."""
 
-    tests: tuple[LawTest, ...]
+    tests: tuple[DistributionTest, ...]
     counts: tuple[tuple[int, int], ...]
 
     @property
@@ -88,7 +95,7 @@ class Law:
         return any(test.differs for test in self.tests)
 
     @property
-    def worst(self) -> LawTest | None:
+    def worst(self) -> DistributionTest | None:
         """The test with the smallest p-value."""
         return min(self.tests, key=lambda test: test.p_value, default=None)
 
@@ -100,9 +107,9 @@ class Law:
         return min(found), max(found)
 
 
-def compare_laws(
+def compare_distributions(
     plain: Mapping[int, Sequence[Answer]], speculative: Mapping[int, Sequence[Answer]]
-) -> Law:
+) -> DistributionResult:
     """Test whether two engines sample alike.
 
     plain, speculative: the answers to each prompt, by its number
@@ -126,7 +133,7 @@ def compare_laws(
             total = sum(test.statistic for test in own), sum(test.freedom for test in own)
             there = tuple(sizes[test.prompt] for test in own if test.prompt is not None)
             tests.append(_test(None, way, *total, there, count))
-    return Law(tuple(tests), tuple(sizes[n] for n in numbers))
+    return DistributionResult(tuple(tests), tuple(sizes[n] for n in numbers))
 
 
 def _ways(answers: Sequence[Answer]) -> Iterable[str]:
@@ -177,10 +184,10 @@ def _test(
     sizes: Sequence[tuple[int, int]],
     tests: int,
     cells: tuple[Cell, ...] = (),
-) -> LawTest:
+) -> DistributionTest:
     p = float(_scipy().chi2.sf(statistic, freedom))
     least = detectable(freedom, sizes, SIGNIFICANT / tests)
-    return LawTest(prompt, way, statistic, freedom, p, min(1.0, p * tests), least, cells)
+    return DistributionTest(prompt, way, statistic, freedom, p, min(1.0, p * tests), least, cells)
 
 
 def detectable(freedom: int, sizes: Sequence[tuple[int, int]], alpha: float) -> float:
@@ -189,10 +196,10 @@ def detectable(freedom: int, sizes: Sequence[tuple[int, int]], alpha: float) -> 
     sizes: answers of both engines, for each prompt
     alpha: the p-value below which it counts as found
 
-    With n and m answers and a distance d, the statistic's law is a non-central chi-square whose
-    non-centrality is at least 4 d^2 n m / (n + m), whichever outcomes differ: the least is reached
-    by moving mass from one half of the law to the other in proportion. A distance in few outcomes
-    is found sooner.
+    With n and m answers and a distance d, the statistic follows a non-central chi-square
+    distribution whose non-centrality is at least 4 d^2 n m / (n + m), whichever outcomes differ:
+    the least is reached by moving mass from one half of the outcomes to the other in proportion. A
+    distance in few outcomes is found sooner.
     """
     weight = sum(4 * n * m / (n + m) for n, m in sizes)
     return float(min(1.0, (_noncentrality(freedom, alpha) / weight) ** 0.5))

@@ -1,4 +1,4 @@
-"""Do two engines sample from one law? Biased twins are told apart, true ones are not."""
+"""Do two engines sample from one distribution? Biased twins are told apart, true ones are not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import pytest
 from toy import Toy, argmax_as_sampled, exact, greedy, no_top_p
 
-from outrider.audit.law import SIGNIFICANT, compare_laws, detectable
+from outrider.audit.distribution import SIGNIFICANT, compare_distributions, detectable
 from outrider.engines import Answer, Query, Token
 
 PROMPTS = ["pick", "choose", "name", "take"]
@@ -25,16 +25,16 @@ def answers(toy, count, seed, **more):
 
 
 def found(rule, count=200, seed=0, **more):
-    return compare_laws(
+    return compare_distributions(
         answers(Toy(), count, 2 * seed, **more), answers(Toy(rule), count, 2 * seed + 1, **more)
     )
 
 
-def test_the_same_law():
+def test_the_same_distribution():
     """No false alarm, and p-values as they should be: the smallest of many is not small."""
-    laws = [found(exact, count=100, seed=seed) for seed in range(8)]
-    assert not any(law.differs for law in laws)
-    singles = [t.p_value for law in laws for t in law.tests if t.way == "first 2 tokens"]
+    results = [found(exact, count=100, seed=seed) for seed in range(8)]
+    assert not any(result.differs for result in results)
+    singles = [t.p_value for result in results for t in result.tests if t.way == "first 2 tokens"]
     assert len(singles) == 8 * (len(PROMPTS) + 1)
     # uniform, but for the tests' dependence: half of them lie below a half, roughly
     assert 0.25 < sum(p < 0.5 for p in singles) / len(singles) < 0.75
@@ -45,11 +45,11 @@ def test_the_same_law():
     [(greedy, {}), (argmax_as_sampled, {}), (no_top_p, {"top_p": 0.7})],
 )
 def test_twins(rule, more):
-    law = found(rule, **more)
-    assert law.differs
-    assert law.worst.corrected < 1e-9
+    result = found(rule, **more)
+    assert result.differs
+    assert result.worst.corrected < 1e-9
     # the first token needs no draft: every one of them draws it as it should
-    assert not any(test.differs for test in law.tests if test.way == "first token")
+    assert not any(test.differs for test in result.tests if test.way == "first token")
 
 
 def test_top_p_is_kept_by_the_true_one():
@@ -64,14 +64,16 @@ def test_all_prompts_together_find_what_none_finds_alone():
         words = ["a" if coins.random() < heads else "b" for _ in range(count)]
         return [Answer(w, (Token(w),), 1, "length", ((0.0, 0.0), (1.0, 1.0))) for w in words]
 
-    law = compare_laws({n: sample(0.5) for n in range(40)}, {n: sample(0.58) for n in range(40)})
-    assert law.differs
-    assert {test.prompt for test in law.tests if test.differs} == {None}
+    result = compare_distributions(
+        {n: sample(0.5) for n in range(40)}, {n: sample(0.58) for n in range(40)}
+    )
+    assert result.differs
+    assert {test.prompt for test in result.tests if test.differs} == {None}
 
 
 def test_rare_outcomes_are_counted_together():
-    law = found(exact, count=60)
-    for test in law.tests:
+    result = found(exact, count=60)
+    for test in result.tests:
         if test.prompt is not None:
             sums = [(cell.plain, cell.speculative) for cell in test.cells]
             assert all(a + b >= 10 for a, b in sums)
@@ -81,9 +83,9 @@ def test_rare_outcomes_are_counted_together():
 
 def test_one_outcome_is_no_test():
     one = {0: [Answer("a", (Token("a"),), 1, "stop", ())] * 50}
-    law = compare_laws(one, one)
-    assert law.tests == ()
-    assert not law.differs
+    result = compare_distributions(one, one)
+    assert result.tests == ()
+    assert not result.differs
 
 
 def test_an_engine_that_tells_no_tokens():
@@ -92,17 +94,17 @@ def test_an_engine_that_tells_no_tokens():
         answers(toy, 100, seed, logprobs=None)
         for seed, toy in enumerate((Toy(), Toy(), Toy(greedy)))
     )
-    law = compare_laws(plain, other)
-    assert {test.way for test in law.tests} == {"first word", "first 2 words"}
-    assert not law.differs
-    assert compare_laws(plain, wrong).differs
+    result = compare_distributions(plain, other)
+    assert {test.way for test in result.tests} == {"first word", "first 2 words"}
+    assert not result.differs
+    assert compare_distributions(plain, wrong).differs
 
 
 def test_engines_that_gave_different_numbers_of_answers():
-    """A law test that was cut short."""
+    """A sampling test that was cut short."""
     plain, other = answers(Toy(), 200, 0), answers(Toy(), 50, 1)
-    assert not compare_laws(plain, other).differs
-    assert compare_laws(plain, answers(Toy(greedy), 50, 1)).differs
+    assert not compare_distributions(plain, other).differs
+    assert compare_distributions(plain, answers(Toy(greedy), 50, 1)).differs
 
 
 @pytest.mark.parametrize(("freedom", "count"), [(1, 200), (7, 400)])
@@ -118,7 +120,7 @@ def test_detectable(freedom, count):
     coins = random.Random(0)
     hits, rounds = 0, 300
     for _ in range(rounds):
-        a, b = (coins.choices(range(cells), law, k=count) for law in (p, q))
+        a, b = (coins.choices(range(cells), weights, k=count) for weights in (p, q))
         rows = [[side.count(i) for i in range(cells)] for side in (a, b)]
         hits += stats.chi2_contingency(rows, correction=False).pvalue < SIGNIFICANT
     assert 0.83 < hits / rounds < 0.97

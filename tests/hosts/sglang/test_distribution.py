@@ -26,7 +26,7 @@ COUNT = 320
 def server(launch, model_dir):
     model = model_dir("stories15m")
     draft = ["--speculative-draft-model-path", str(model)]
-    return launch("law", model, *FLAGS, *draft).wait()
+    return launch("distribution", model, *FLAGS, *draft).wait()
 
 
 def outcomes(server, drafts, params):
@@ -50,7 +50,7 @@ def p_value(a, b):
 
 
 @pytest.mark.parametrize("kind", SAMPLING)
-def test_the_law_is_that_of_plain_decoding(kind, server):
+def test_the_distribution_is_that_of_plain_decoding(kind, server):
     plain, _ = outcomes(server, 0, SAMPLING[kind])
     drafted, hits = outcomes(server, 3, SAMPLING[kind])
     assert hits > 50
