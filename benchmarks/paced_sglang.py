@@ -39,7 +39,7 @@ from paced.texts import KINDS, MIXED, prompts
 RESULT = Path(__file__).parent / "results" / "paced_sglang.json"
 OVERLAP, SYNC, NONE = "bare", "bare, no overlap", "none"
 ADAPTIVE, WITH_MODEL = "adaptive", "adaptive + model"
-MOST_DRAFTS = 12
+MOST_DRAFTS = 24
 CELLS = {
     1: (MIXED, *KINDS),
     4: (MIXED, "edit"),

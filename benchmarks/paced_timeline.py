@@ -29,7 +29,7 @@ CELLS = (("edit", 16), ("chat", 16))
 CONTENDERS: dict[str, dict[str, Any]] = {
     "bare": {},
     "bare, no overlap": {"flags": ("--disable-overlap-schedule",)},
-    "Outrider": {"profile": {"drafter": "adaptive", "max_drafts": 12}},
+    "Outrider": {"profile": {"drafter": "adaptive", "max_drafts": 24}},
 }
 
 

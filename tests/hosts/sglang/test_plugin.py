@@ -180,6 +180,15 @@ def test_sglangs_own_flags_say_how_many_drafts(steps, rows, expected):
     assert not args.disable_overlap_schedule
 
 
+@pytest.mark.parametrize(("drafter", "expected"), [("adaptive", 24), ("suffix", 4)])
+def test_control_has_room(drafter, expected, profile, monkeypatch):
+    for name, path in profile(drafter=drafter).items():
+        monkeypatch.setenv(name, path)
+    args = arguments()
+    settings.apply(args)
+    assert args.speculative_num_steps == expected
+
+
 @pytest.mark.parametrize(("steps", "expected"), [(None, 7), (9, 9), (7, 7)])
 def test_the_profile_says_how_many_drafts(steps, expected, profile, monkeypatch):
     for name, path in profile(max_drafts=7).items():

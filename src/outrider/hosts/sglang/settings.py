@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 DEFAULT_DRAFTS = 4
 """K if neither --speculative-num-steps, --speculative-num-draft-tokens nor the profile says."""
 
+ADAPTIVE_DRAFTS = 24
+"""The same with control, which uses as many as pay: in copied text more are accepted than 12."""
+
 REPAIRED = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH")
 """SGLang's own algorithms that take the most likely token on ROCm, whatever the temperature."""
 
@@ -102,7 +105,9 @@ def apply(server_args: Any) -> None:
 
     steps, rows = server_args.speculative_num_steps, server_args.speculative_num_draft_tokens
     if steps is None:
-        usual = DEFAULT_DRAFTS if profile.max_drafts is None else profile.max_drafts
+        usual = profile.max_drafts
+        if usual is None:
+            usual = ADAPTIVE_DRAFTS if profile.drafter == ADAPTIVE else DEFAULT_DRAFTS
         steps = usual if rows is None else rows - 1
     if steps < 0 or rows not in (None, steps + 1):
         raise Unsupported(
