@@ -100,7 +100,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds of all cells. Return the runs, and what made them."""
-    from paced_servers import ask, servers  # a report needs neither SGLang nor its environment
+    from paced_servers import ask, run, servers  # a report needs neither SGLang nor its environment
 
     cells = _cells(args)
     rounds = 1 if args.quick else args.rounds
@@ -117,7 +117,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with servers(args.device, _contenders(args.contenders), flags) as running:
         for batch in dict.fromkeys(batch for _, batch in cells):
             for server in running.values():  # control has met traffic before
-                ask(server, prompts(MIXED, batch, args.context, first=900), batch, 64)
+                run(server, prompts(MIXED, batch, args.context, first=900), batch, 64)
         for round_ in range(rounds):
             for number, (kind, batch) in enumerate(cells):
                 turn = (number + round_) % len(running)
@@ -171,7 +171,7 @@ def measure_parts(
 ) -> list[dict[str, Any]]:
     """Return the milliseconds of a step by part, by Outrider's own metrics, which cost time too."""
     from common_sglang import seconds_by_part
-    from paced_servers import ask, servers
+    from paced_servers import ask, run, servers
 
     names, found = [n for n in (NONE, ADAPTIVE, WITH_MODEL) if n in args.contenders], []
     flags = (*_size_flags(args, cells), "--enable-metrics")
@@ -179,15 +179,15 @@ def measure_parts(
         for batch in dict.fromkeys(batch for _, batch in cells):
             for name, server in running.items():
                 asked = prompts(MIXED, batch, args.context)
-                ask(server, asked, batch, 32)
+                run(server, asked, batch, 32)
                 server.resume()
                 before = seconds_by_part(server)
-                run = ask(server, asked, batch, _most(args, batch))
+                measured = ask(server, asked, batch, _most(args, batch))
                 server.resume()
                 after = seconds_by_part(server)
                 server.suspend()
                 parts = {part: after[part] - before[part] for part in after}
-                steps = run["steps"] / max(1e-9, run["seconds"]) * sum(parts.values())
+                steps = measured["steps"] / max(1e-9, measured["seconds"]) * sum(parts.values())
                 found.append(
                     {
                         "contender": name,
