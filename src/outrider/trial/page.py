@@ -45,7 +45,7 @@ def page(trial: Trial) -> str:
     skipped = [[pair.name, pair.skip] for pair in trial.pairs if pair.skip]
     if skipped:
         made.section("Skipped", _wrapped(table(["servers", "why"], skipped)))
-    made.section("What `outrider doctor` says", _doctor(trial.doctor))
+    made.section("What outrider doctor says", _doctor(trial.doctor))
     made.made_with({**trial.provenance, "options_of_the_servers": " ".join(trial.wanted.flags)})
     return made.html()
 
