@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from outrider.drafters import ModelDrafter, NgramDrafter, NoDrafter, SuffixDrafter
     from outrider.hosts.transformers.custom_generate import custom_generate
     from outrider.hosts.transformers.generate import Generation, Stream, adaptive, generate, stream
+    from outrider.hosts.transformers.heads import load_drafter
     from outrider.kernels.quantized_linear import quantized_copy
 
 _HOMES = {
@@ -34,6 +35,7 @@ _HOMES = {
     "chain": "outrider.core",
     "custom_generate": "outrider.hosts.transformers.custom_generate",
     "generate": "outrider.hosts.transformers.generate",
+    "load_drafter": "outrider.hosts.transformers.heads",
     "quantized_copy": "outrider.kernels.quantized_linear",
     "stream": "outrider.hosts.transformers.generate",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "chain",
     "custom_generate",
     "generate",
+    "load_drafter",
     "quantized_copy",
     "stream",
 ]

@@ -33,13 +33,14 @@ from outrider.drafters import (
 )
 from outrider.errors import check_choice
 from outrider.hosts.exactness import Exactness
+from outrider.hosts.transformers.heads import HeadFile
 from outrider.hosts.transformers.host import TransformersHost
 from outrider.hosts.transformers.requests import Prompts, SamplingLike, make_requests
 from outrider.hosts.transformers.runner import Runner
 from outrider.hosts.transformers.tokenizers import check_same_tokenizer
 from outrider.kernels.sample_match import DeviceCoins
 
-DrafterLike: TypeAlias = "Drafter | PreTrainedModel | str | None"
+DrafterLike: TypeAlias = "Drafter | PreTrainedModel | HeadFile | str | None"
 
 
 @dataclass(frozen=True)
@@ -268,6 +269,8 @@ def _drafter(
         return adaptive_drafter()
     if isinstance(given, str):
         return make_drafter(given, {}, others=[AdaptiveDrafter.name])
+    if isinstance(given, HeadFile):
+        return given.drafter(model, runner.vocab_size)
     if isinstance(given, PreTrainedModel):
         if given is not model:
             check_same_tokenizer(model, given, tokenizer, draft_tokenizer)

@@ -1,0 +1,170 @@
+"""A head as a draft model: its passes read tokens and the target's states side by side.
+
+Everything else (how far a request drafts, coins, siblings, budgets) is the draft model's:
+`drafters.model`. What differs is where states come from. Those of tokens that the target has read
+are told by the host (`Outcome.hidden`). For drafts the head goes on from its own states; when the
+target has judged them, they are read again with the target's.
+
+If states of a request are missing (a cached prefix, a fault), the head has nothing to draft from:
+the request has no drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outrider.core import Outcome, Request
+from outrider.drafters.heads.layers import HeadCache, HeadConfig
+from outrider.drafters.model import ModelDrafter
+
+
+class Head(Protocol):
+    """A head that drafts one token a pass, from the target's states or from its own."""
+
+    name: str
+    config: HeadConfig
+    hidden_layers: tuple[int, ...]
+
+    def reduce(self, states: Tensor) -> Tensor:
+        """Return what the head keeps of the target's states, [n, layers, H] -> [n, H]."""
+        ...
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        x: Tensor,
+        positions: Tensor,
+        caches: Sequence[HeadCache],
+        counts: Sequence[int],
+    ) -> Tensor:
+        """Read pairs of token and state. Return the states that follow, [N, H]."""
+        ...
+
+    def logits(self, g: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary, [n, V]."""
+        ...
+
+
+@dataclass(eq=False)
+class HeadSequence:
+    """One request in the head.
+
+    The first token has no state before it, so it is no pair: it counts as read from the start.
+
+    x: states of the target, reduced; the first is that of the token at position `first`
+    own: the head's state after the last pair
+    """
+
+    cache: HeadCache = field(default_factory=HeadCache)
+    x: Tensor | None = None
+    first: int = 0
+    own: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens are read."""
+        return self.cache.length + 1
+
+    @property
+    def known(self) -> int:
+        """The number of tokens up to the last one whose state the target has told."""
+        return 0 if self.x is None else self.first + len(self.x)
+
+    def tell(self, first: int, x: Tensor) -> None:
+        """Learn the target's states of the tokens from position `first` on."""
+        if self.x is not None and first == self.known:
+            x, first = torch.cat([self.x, x]), self.first
+        self.x, self.first = x, first
+
+    def drop_read(self) -> None:
+        """Forget the states of pairs that are read."""
+        if self.x is not None:
+            read = min(len(self.x), max(0, self.length - 1 - self.first))
+            self.x, self.first = self.x[read:], self.first + read
+
+    def pairs(self, count: int) -> Tensor:
+        """Return the states beside the next tokens: the target's, or the head's own after them."""
+        start = self.length - 1  # the state beside the token at position p is that of p - 1
+        if self.x is None or start >= self.known:
+            assert self.own is not None
+            assert count == 1, "drafts are read one by one"
+            return self.own[None]
+        return self.x[start - self.first : start - self.first + count]
+
+
+class HeadModel:
+    """Runs a head for `ModelDrafter`. The prompt is read in pieces of at most `max_catch_up`."""
+
+    def __init__(self, head: Head, max_unread: int = 512, max_catch_up: int = 2048) -> None:
+        self.head = head
+        self.vocab_size, self.max_length = head.config.vocab_size, head.config.max_length
+        self.max_unread, self.max_catch_up = max_unread, max_catch_up
+
+    def open(self, request: Request) -> HeadSequence:
+        """Return an empty sequence: states are told later."""
+        return HeadSequence()
+
+    @torch.inference_mode()
+    def extend(self, segments: Sequence[tuple[HeadSequence, Sequence[int]]]) -> Tensor:
+        """Read tokens. Return the logits after the last one of each sequence, [B, V]."""
+        self.catch_up(segments)
+        own = [sequence.own for sequence, _ in segments]
+        return self.head.logits(torch.stack([state for state in own if state is not None]))
+
+    @torch.inference_mode()
+    def catch_up(self, segments: Sequence[tuple[HeadSequence, Sequence[int]]]) -> None:
+        """Read tokens."""
+        sequences, counts = [s for s, _ in segments], [len(tokens) for _, tokens in segments]
+        x = torch.cat([s.pairs(n) for s, n in zip(sequences, counts, strict=True)])
+        tokens = torch.tensor([t for _, own in segments for t in own], device=x.device)
+        spans = [range(s.length, s.length + n) for s, n in zip(sequences, counts, strict=True)]
+        positions = torch.tensor([p for span in spans for p in span], device=x.device)
+        states = self.head(tokens, x, positions, [s.cache for s in sequences], counts)
+        for sequence, mine in zip(sequences, states.split_with_sizes(counts), strict=True):
+            sequence.own = mine[-1]
+            sequence.drop_read()
+
+    def truncate(self, sequence: HeadSequence, length: int) -> None:
+        """Forget the pairs beyond this length."""
+        sequence.cache.truncate(max(0, length - 1))
+
+    def close(self, sequence: HeadSequence) -> None:
+        """Do nothing: the cache goes with the sequence."""
+
+
+class HeadDrafter(ModelDrafter[HeadSequence]):
+    """Drafts with a head of the target."""
+
+    def __init__(
+        self, head: Head, vocab_size: int, min_survival: float = 0.3, siblings: int = 0
+    ) -> None:
+        super().__init__(HeadModel(head), vocab_size, min_survival, siblings)
+        self.name, self.hidden_layers, self._head = head.name, head.hidden_layers, head
+
+    @torch.inference_mode()
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Forget the drafts, right or not, and keep the target's states of what was emitted."""
+        for outcome in outcomes:
+            request, sequence = outcome.request, self._states[outcome.request.id].sequence
+            self._model.truncate(sequence, request.length)
+            if outcome.hidden is not None:
+                # the last of these states led to the last token that was emitted
+                first = request.length + len(outcome.tokens) - 1 - len(outcome.hidden)
+                sequence.tell(first, self._head.reduce(outcome.hidden))
+
+    def ready(self, request: Request) -> bool:
+        """Say whether the next pass can draft: few tokens are unread, and their states known."""
+        return self._has_states(request) and super().ready(request)
+
+    def catch_up(self, requests: Sequence[Request]) -> int:
+        """Read some of the unread tokens of those requests whose states are known."""
+        return super().catch_up([request for request in requests if self._has_states(request)])
+
+    def _has_states(self, request: Request) -> bool:
+        sequence = self._states[request.id].sequence
+        return sequence.first < sequence.length and sequence.known >= request.length - 1

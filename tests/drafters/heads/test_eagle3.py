@@ -1,0 +1,244 @@
+"""EAGLE-3 heads: the pairs that they read, both formats, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from outrider.core import (
+    Budget,
+    KeyedCoins,
+    Outcome,
+    Request,
+    SamplingParams,
+    Unsupported,
+)
+from outrider.drafters.heads import Eagle3Head, HeadConfig, HeadDrafter, kind_of, load_head
+from outrider.drafters.heads.layers import HeadCache, frequencies
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "max_position_embeddings": 256,
+    "vocab_size": 40, "draft_vocab_size": 24,
+}  # fmt: skip
+LAYERS = 6
+D2T = torch.tensor([i // 2 for i in range(24)])  # draft id i is target id i + i // 2
+
+
+@pytest.fixture
+def head():
+    torch.manual_seed(0)
+    made = Eagle3Head(HeadConfig.of(SHAPE), (2, 3, 5), 32).eval()
+    made.d2t.copy_(D2T)
+    return made
+
+
+@pytest.fixture
+def states():
+    return torch.randn(30, 3, 32, generator=torch.Generator().manual_seed(1))
+
+
+def by_hand(head, tokens, x):
+    """Return g after every pair of one sequence, in one pass with loops for attention."""
+    layer, config = head.midlayer, head.config
+    e, s = layer.input_layernorm(head.embed_tokens(tokens)), layer.hidden_norm(x)
+    both = torch.cat([e, s], -1)
+    n, d = len(tokens), config.head_dim
+    q, k, v = (
+        f(both).view(n, -1, d)
+        for f in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    )
+
+    def turn(y, position):  # Llama's rotary embedding: dimension j with j + d / 2
+        out = y.clone()
+        for j in range(d // 2):
+            angle = position * 10_000.0 ** (-2 * j / d)
+            a, b = y[..., j], y[..., j + d // 2]
+            out[..., j] = a * math.cos(angle) - b * math.sin(angle)
+            out[..., j + d // 2] = b * math.cos(angle) + a * math.sin(angle)
+        return out
+
+    q = torch.stack([turn(q[i], i + 1) for i in range(n)])
+    k = torch.stack([turn(k[i], i + 1) for i in range(n)])
+    mixed = torch.empty(n, 4, d)
+    for i in range(n):
+        for h in range(4):
+            share = ((k[: i + 1, h // 2] @ q[i, h]) / math.sqrt(d)).softmax(0)
+            mixed[i, h] = share @ v[: i + 1, h // 2]
+    h = x + layer.self_attn.o_proj(mixed.view(n, -1))
+    return h + layer.mlp(layer.post_attention_layernorm(h))
+
+
+@torch.inference_mode()
+def test_a_pass_is_the_formula(head, states):
+    tokens, x = torch.arange(10) % 40, head.reduce(states[:10])
+    expected = by_hand(head, tokens, x)
+    cache, found = HeadCache(), []
+    for part in ([0, 1, 2, 3], [4], [5, 6, 7, 8, 9]):  # in pieces, as they come
+        rows = torch.tensor(part)
+        found.append(head(tokens[rows], x[rows], rows + 1, [cache], [len(part)]))
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_sequences_do_not_see_each_other(head, states):
+    tokens, x = torch.arange(9) % 40, head.reduce(states[:9])
+    alone = [
+        head(tokens[i:j], x[i:j], torch.arange(1, 1 + j - i), [HeadCache()], [j - i])
+        for i, j in ((0, 4), (4, 9))
+    ]
+    positions = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4, 5])
+    together = head(tokens, x, positions, [HeadCache(), HeadCache()], [4, 5])
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=1e-6)
+
+
+def test_drafts_are_ids_of_the_target(head):
+    logits = head.logits(torch.randn(2, 32, generator=torch.Generator().manual_seed(2)))
+    assert logits.shape == (2, 40)
+    reached = set((torch.arange(24) + D2T).tolist())
+    assert {i for i in range(40) if logits[0, i] > -math.inf} == reached
+
+
+@torch.inference_mode()
+def test_drafts_go_on_from_the_heads_own_states(head, states):
+    """Greedy drafts of a drafter, fed by outcomes, are those of the formula."""
+    text = [3, 9, 14, 7, 22, 1]
+    request = Request(0, (3, 9, 14, 7), SamplingParams(max_tokens=20), seed=0)
+    drafter = HeadDrafter(head, 40, min_survival=0.0)
+    budget = Budget([3], "match", KeyedCoins())
+    drafter.start([request])
+    assert drafter.propose([request], budget).num_rows == 1, "no states yet, no drafts"
+
+    def told(tokens, rows, hidden):
+        outcome = Outcome(request, tuple(tokens), tuple(rows), 0, 0, None, hidden)
+        drafter.observe([outcome])
+        outcome.apply()
+
+    def expected():
+        tokens, x = text[1:], head.reduce(states[: len(text) - 1])
+        drafts = []
+        for _ in range(3):
+            g = by_hand(head, torch.tensor(tokens), x)[-1:]
+            drafts.append(int(head.logits(g).argmax()))
+            tokens, x = [*tokens, drafts[-1]], torch.cat([x, g])
+        return drafts
+
+    told([22, 1], (0, 1), states[:5])  # the prompt's rows, and one that was kept
+    assert drafter.propose([request], budget).tokens.tolist() == expected()
+    text += [5, 30]  # drafted or not: the target's states replace the head's
+    told([5, 30], (0, 1), states[5:7])
+    assert drafter.propose([request], budget).tokens.tolist() == expected()
+    text += [8]
+    told([8], (0,), None)  # a fault: from here on its states are missing
+    text += [2]
+    told([2], (0,), states[8:9])
+    assert drafter.propose([request], budget).num_rows == 1
+
+
+def write(head, folder, config, renamed=False, **changes):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {k: v for k, v in head.state_dict().items() if k != "embed_tokens.weight"}
+    weights |= changes
+    names = {k: k.replace("midlayer.", "layers.0.") if renamed else k for k in weights}
+    save_file({names[k]: v.contiguous() for k, v in weights.items() if v is not None},
+              folder / "model.safetensors")  # fmt: skip
+    return folder
+
+
+SPECFORGE = {
+    "architectures": ["LlamaForCausalLMEagle3"], **SHAPE,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
+}  # fmt: skip
+SPECULATORS = {
+    "speculators_model_type": "eagle3", "draft_vocab_size": 24, "transformer_layer_config": SHAPE,
+    "eagle_aux_hidden_state_layer_ids": [2, 3, 5],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("format_", ["specforge", "speculators"])
+@torch.inference_mode()
+def test_both_formats_are_the_same_head(format_, head, states, tmp_path):
+    """Their ids differ by one, and name the same layers."""
+    config = {"specforge": SPECFORGE, "speculators": SPECULATORS}[format_]
+    path = write(head, tmp_path / "head", config, renamed=format_ == "speculators")
+    found = load_head(path, head.embed_tokens.weight.detach(), LAYERS)
+    assert found.hidden_layers == (2, 3, 5)
+    x, tokens = head.reduce(states[:5]), torch.arange(5)
+    args = tokens, x, tokens + 1
+    torch.testing.assert_close(
+        found.logits(found(*args, [HeadCache()], [5])), head.logits(head(*args, [HeadCache()], [5]))
+    )
+
+
+def test_without_ids_the_usual_layers_are_read(head, tmp_path):
+    path = write(head, tmp_path / "head", {k: v for k, v in SPECFORGE.items() if k[0] != "e"})
+    assert load_head(path, head.embed_tokens.weight.detach(), 12).hidden_layers == (2, 6, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fc.weight": None}, "missing fc.weight"),
+        ({"surprise": torch.zeros(1)}, "unknown surprise"),
+        ({"fc.weight": torch.zeros(32, 64)}, r"of another shape fc.weight: \(32, 64\)"),
+        ({"d2t": D2T + 9}, "d2t leaves the vocabulary"),
+        ({"d2t": None}, "missing d2t"),
+    ],
+)
+def test_refused_weights(changes, said, head, tmp_path):
+    path = write(head, tmp_path / "head", SPECFORGE, **changes)
+    with pytest.raises(Unsupported, match=said):
+        load_head(path, head.embed_tokens.weight.detach(), LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**SPECFORGE, "hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({**SPECFORGE, "rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
+        ({**SPECFORGE, "eagle_aux_hidden_state_layer_ids": [1, 2, 40]}, "a target with 6"),
+        ({**SPECULATORS, "speculators_model_type": "dspark"}, "kind 'dspark'"),
+        ({"architectures": ["LlamaForCausalLM"]}, "not a head"),
+        ([], "not an object"),
+    ],
+)
+def test_refused_configs(config, said, head, tmp_path):
+    path = write(head, tmp_path / "head", config)
+    with pytest.raises(Unsupported, match=said):
+        load_head(path, head.embed_tokens.weight.detach(), LAYERS)
+
+
+def test_what_is_not_there_is_named(head, tmp_path):
+    embedding = head.embed_tokens.weight.detach()
+    with pytest.raises(Unsupported, match=r"config\.json"):
+        load_head(tmp_path, embedding, LAYERS)
+    (tmp_path / "config.json").write_text(json.dumps(SPECFORGE))
+    with pytest.raises(Unsupported, match="no safetensors"):
+        load_head(tmp_path, embedding, LAYERS)
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(Unsupported, match=r"model\.safetensors"):
+        load_head(tmp_path, embedding, LAYERS)
+
+
+def test_kinds():
+    assert kind_of(SPECFORGE) == kind_of(SPECULATORS) == "eagle3"
+    assert kind_of({"architectures": ["LlamaForCausalLM"]}) == kind_of({}) == "model"
+
+
+def test_rotary_frequencies_are_transformers():
+    functions = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    from transformers import LlamaConfig
+
+    llama3 = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64, "rope_theta": 500.0,
+    }  # fmt: skip
+    for rope in (llama3, {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}):
+        shape = {k: v for k, v in SHAPE.items() if k != "rope_theta"} | {"rope_parameters": rope}
+        theirs, _ = functions[rope["rope_type"]](LlamaConfig(**shape), "cpu")
+        torch.testing.assert_close(frequencies(HeadConfig.of(shape)), theirs)
