@@ -77,16 +77,17 @@ def read(target: PreTrainedModel, path: Path, texts: list[Path], length: int) ->
     if texts:
         tokenizer = AutoTokenizer.from_pretrained(path)
         ids = [i for text in texts for i in tokenizer.encode(text.read_text("utf-8"))]
-        return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+        return torch.tensor(ids).unfold(0, length, 16)
     start = target.config.bos_token_id or 0
     written = [
         target.generate(
             torch.full((64, 1), start), do_sample=True, temperature=temperature,
-            min_new_tokens=length - 1, max_new_tokens=length - 1, pad_token_id=start,
+            min_new_tokens=2 * length, max_new_tokens=2 * length, pad_token_id=start,
         )
         for temperature in track([0.3, 0.6, 0.8, 1.0] * 4, "the target writes")
     ]  # fmt: skip
-    return torch.cat(written).clone()
+    # pieces begin anywhere: a head that only ever saw beginnings knows nothing else
+    return torch.cat(written).unfold(1, length, 16).flatten(0, 1).clone()
 
 
 def new_head(target: PreTrainedModel) -> Eagle3Head:

@@ -65,6 +65,7 @@ class AdaptiveDrafter:
     exposed: estimated seconds that the device waits while drafts are made before a launch. A host
         that can launch without drafts reports these waits (`waited`)
     padded: whether the last proposal should be verified by a padded pass: see `StepCost`
+    hidden_layers: what the model reads of the target, if it is a head
     is_asleep: whether drafts gain less than the wait for them costs. The host may then launch plain
         steps, and call `look` while the device works
     """
@@ -87,6 +88,7 @@ class AdaptiveDrafter:
         self._on_step = on_step
         for name in self._free:
             self.acceptance.add(name)
+        self.hidden_layers: tuple[int, ...] = tuple(getattr(model, "hidden_layers", ()))
         self._model_choice: ModelChoice | None = None
         if model is not None:
             self._model_choice = ModelChoice(model, self.acceptance, self.cost, margin, clock)

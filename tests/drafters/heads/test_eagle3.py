@@ -225,6 +225,12 @@ def test_what_is_not_there_is_named(head, tmp_path):
         load_head(tmp_path, embedding, LAYERS)
 
 
+def test_an_embedding_of_another_width_is_refused(head, tmp_path):
+    path = write(head, tmp_path / "head", SPECFORGE)
+    with pytest.raises(Unsupported, match="40 x 32, and these are 40 x 16"):
+        load_head(path, torch.zeros(40, 16), LAYERS)
+
+
 def test_kinds():
     assert kind_of(SPECFORGE) == kind_of(SPECULATORS) == "eagle3"
     assert kind_of({"architectures": ["LlamaForCausalLM"]}) == kind_of({}) == "model"

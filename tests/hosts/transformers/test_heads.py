@@ -10,6 +10,7 @@ import torch
 
 import outrider
 from outrider.core import Unsupported
+from outrider.drafters import RoutedDrafter
 from outrider.drafters.heads import Eagle3Head, HeadConfig, HeadDrafter, load_head
 from outrider.hosts.transformers.heads import HeadFile
 
@@ -118,3 +119,29 @@ def test_a_head_of_another_target_is_refused(load):
     other = load("tiny-draft")
     with pytest.raises(Unsupported, match="trained for"):
         outrider.generate(other, [[1, 2]], drafter=outrider.load_drafter(HEAD))
+
+
+def test_under_control(target, prompts, plain):
+    """Control decides when the head drafts; the head gets its states through it."""
+    drafter = outrider.adaptive(target, outrider.load_drafter(HEAD))
+    assert drafter.hidden_layers == (1, 2, 3)
+    for _ in range(2):
+        done = outrider.generate(
+            target, prompts, drafter=drafter, sampling=SAMPLING["greedy"], exactness="bitwise"
+        )
+        assert done.outputs == plain["greedy"]
+        assert not done.stats.fallbacks
+
+
+def test_routed_each_reads_its_own_layers(target, prompts, plain):
+    head, other = trained_head(target), random_head(target)
+    routed = RoutedDrafter(
+        {"a": HeadDrafter(head, 512), "b": HeadDrafter(other, 512), "c": outrider.NgramDrafter()},
+        lambda request: "abc"[request.id % 3],
+    )
+    assert routed.hidden_layers == (1, 2, 3, 4)
+    done = outrider.generate(
+        target, prompts, drafter=routed, sampling=SAMPLING["greedy"], exactness="bitwise"
+    )
+    assert done.outputs == plain["greedy"]
+    assert not done.stats.fallbacks

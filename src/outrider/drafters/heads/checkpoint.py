@@ -53,6 +53,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
     return found
 
 
+@torch.inference_mode(mode=False)  # weights made in a caller's could not be used outside it
 def load_head(
     path: str | Path, embedding: Tensor, num_layers: int, dtype: torch.dtype | None = None
 ) -> Eagle3Head:
@@ -76,7 +77,14 @@ def load_head(
     given = _weights(path)
     own = given.get("embed_tokens.weight")
     used = embedding if own is None else own
-    head = Eagle3Head(HeadConfig.of(shape), layers, used.shape[1])
+    size = HeadConfig.of(shape)
+    if used.shape != (size.vocab_size, size.hidden_size):
+        raise Unsupported(
+            f"the head at {path} is for embeddings of {size.vocab_size} x {size.hidden_size}, and "
+            f"these are {used.shape[0]} x {used.shape[1]}",
+            fix="use the head with the target that it was trained for",
+        )
+    head = Eagle3Head(size, layers, used.shape[1])
     given["embed_tokens.weight"] = used
     _fill(head, given, path)
     return head.to(dtype or embedding.dtype).to(embedding.device).eval().requires_grad_(False)

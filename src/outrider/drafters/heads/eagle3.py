@@ -12,8 +12,7 @@ Beyond what the target has read there is no f. The head then puts its own g in t
 *pre-norm* state feeds the next step. Attention sees all earlier pairs.
 
 `d2t` maps the head's smaller vocabulary to the target's: draft id i is target id i + d2t[i].
-EAGLE-3.1 adds a norm before `fc` for each layer (`fc_norm`), and feeds the state after the norm
-(`norm_output`).
+EAGLE-3.1's further norms (`fc_norm`, `norm_output`) are not read yet: such a head is refused.
 """
 
 from __future__ import annotations

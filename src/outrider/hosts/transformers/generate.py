@@ -288,7 +288,7 @@ def _drafter(
 
 def adaptive(
     model: PreTrainedModel,
-    draft: PreTrainedModel | None = None,
+    draft: PreTrainedModel | HeadFile | None = None,
     *,
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
@@ -299,15 +299,19 @@ def adaptive(
     Keep it: what it has learnt in one call it brings to the next. It serves one call at a time.
 
     model: the one that is to be sped up
-    draft: a smaller one with the same tokenizer
+    draft: a smaller one with the same tokenizer, or a head: see `load_drafter`
     tokenizer, draft_tokenizer: those of the two models, if they cannot be loaded from beside their
         weights
     trace: a file to which each step is appended, as a line of JSON
     """
     if draft is None:
         return adaptive_drafter(trace=trace)
+    vocab_size = Runner(model).vocab_size
+    if isinstance(draft, HeadFile):
+        head = draft.drafter(model, vocab_size, min_survival=0.0, siblings=1)
+        return adaptive_drafter(head, trace=trace)
     if draft is not model:
         check_same_tokenizer(model, draft, tokenizer, draft_tokenizer)
     # how far to go is for control to say
-    drafts = ModelDrafter(Runner(draft), Runner(model).vocab_size, min_survival=0.0, siblings=1)
+    drafts = ModelDrafter(Runner(draft), vocab_size, min_survival=0.0, siblings=1)
     return adaptive_drafter(drafts, trace=trace)

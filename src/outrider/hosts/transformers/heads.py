@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.core import Unsupported
 from outrider.drafters.heads import HeadDrafter, kind_of, load_head, read_config
 
 
@@ -20,19 +20,12 @@ class HeadFile:
     kind: str
     dtype: torch.dtype | None = None
 
-    def drafter(self, model: PreTrainedModel, vocab_size: int) -> HeadDrafter:
-        """Return a drafter with this head, for the target."""
+    def drafter(self, model: PreTrainedModel, vocab_size: int, **options: Any) -> HeadDrafter:
+        """Return a drafter with this head, for the target. options: of `HeadDrafter`"""
         embedding = model.get_input_embeddings().weight
         layers = int(model.config.get_text_config().num_hidden_layers)
         head = load_head(self.path, embedding.detach(), layers, self.dtype)
-        states = embedding.shape[1] * len(head.hidden_layers)
-        if head.fc.in_features != states:
-            raise Unsupported(
-                f"the head at {self.path} reads {head.fc.in_features} numbers, and the target's "
-                f"states have {states}",
-                fix="use the head with the target that it was trained for",
-            )
-        return HeadDrafter(head, vocab_size)
+        return HeadDrafter(head, vocab_size, **options)
 
 
 def load_drafter(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel | HeadFile:
