@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -61,9 +62,7 @@ class Shifted(HeadDrafter):
     """Reads the states of the tokens beside the ones it should."""
 
     def observe(self, outcomes):
-        for outcome in outcomes:
-            object.__setattr__(outcome, "hidden", outcome.hidden.roll(1, 0))
-        super().observe(outcomes)
+        super().observe([replace(o, hidden=o.hidden.roll(1, 0)) for o in outcomes])
 
 
 HEADS = {
