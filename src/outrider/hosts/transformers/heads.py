@@ -34,6 +34,7 @@ def load_drafter(path: str | Path, dtype: torch.dtype | None = None) -> PreTrain
     Its config.json says what it is: a causal language model, or an EAGLE-3 head in the format of
     SpecForge and SGLang or of speculators.
 
+    path: the directory
     dtype: of its weights; by default that of a model's config.json, and of a head's target
     """
     folder = Path(path)
