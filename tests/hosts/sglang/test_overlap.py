@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import sglang
 import torch
 import workload
 from server import proposed
@@ -25,6 +24,7 @@ from outrider.hosts.sglang.flights import (
     would_keep,
 )
 from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.host_0_5_11 import mend_prompt_logprobs
 from outrider.hosts.sglang.tracing import StepClock
 
 # -- what the host will keep of a step's tokens
@@ -176,10 +176,7 @@ def test_logprobs_stand_where_the_host_looks():
     assert found == [[0.0], [1.0], [3.0], [], [], []]
 
 
-@pytest.mark.skipif(sglang.__version__ != "0.5.11", reason="mended in SGLang since")
 def test_a_retracted_prompt_forgets_its_first_attempt():
-    from outrider.hosts.sglang.host_0_5_11 import mend_prompt_logprobs
-
     def req(done):
         kept = {f"temp_input_token_ids_logprobs_{name}": [1.0] for name in ("val", "idx")}
         return SimpleNamespace(input_token_logprobs=done, **kept)
