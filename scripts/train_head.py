@@ -62,7 +62,7 @@ def main() -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if (step + 1) % 250 == 0 or step + 1 == args.steps:
             args.out.mkdir(parents=True, exist_ok=True)
             kept = {"head": head.state_dict(), "optimizer": optimizer.state_dict()}

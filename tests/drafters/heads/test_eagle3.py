@@ -205,6 +205,8 @@ def test_refused_weights(changes, said, head, tmp_path):
         ({**SPECULATORS, "speculators_model_type": "dspark"}, "kind 'dspark'"),
         ({"architectures": ["LlamaForCausalLM"]}, "not a head"),
         ([], "not an object"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "has no 'num_attention_heads'"),
+        ({"speculators_model_type": "eagle3"}, "has no 'num_attention_heads'"),
     ],
 )
 def test_refused_configs(config, said, head, tmp_path):
@@ -229,6 +231,12 @@ def test_an_embedding_of_another_width_is_refused(head, tmp_path):
     path = write(head, tmp_path / "head", SPECFORGE)
     with pytest.raises(Unsupported, match="40 x 32, and these are 40 x 16"):
         load_head(path, torch.zeros(40, 16), LAYERS)
+
+
+def test_a_target_with_too_few_layers_is_refused(head, tmp_path):
+    path = write(head, tmp_path / "head", {k: v for k, v in SPECFORGE.items() if k[0] != "e"})
+    with pytest.raises(Unsupported, match="of a target with 2"):
+        load_head(path, head.embed_tokens.weight.detach(), 2)
 
 
 def test_kinds():

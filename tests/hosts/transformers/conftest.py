@@ -12,3 +12,15 @@ def pair(load, tokenizer):
     """Return the tiny target (Llama), its draft (GPT-2), their tokenizer and prompts."""
     tok = tokenizer("tiny-target")
     return load("tiny-target"), load("tiny-draft"), tok, [tok.encode(text) for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def target(pair):
+    """Return the tiny target alone."""
+    return pair[0]
+
+
+@pytest.fixture(scope="module")
+def prompts(pair):
+    """Return the prompts alone."""
+    return pair[3]

@@ -22,18 +22,6 @@ SAMPLING = {
     "T=0.7": {"max_tokens": 60, "temperature": 0.7, "seed": 5},
     "penalty": {"max_tokens": 40, "repetition_penalty": 1.2},
 }
-TEXTS = ["The outrider", "At the bridge the toll-keeper", "The road was"]
-
-
-@pytest.fixture(scope="module")
-def target(load):
-    return load("tiny-target")
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer):
-    tok = tokenizer("tiny-target")
-    return [tok.encode(text) for text in TEXTS]
 
 
 @pytest.fixture(scope="module")

@@ -15,19 +15,7 @@ from outrider.drafters import NgramDrafter
 from outrider.hosts.transformers import host
 from outrider.hosts.transformers.runner import Runner, Segment
 
-TEXTS = ["The outrider", "At the bridge the toll-keeper", "The road was"]
 GREEDY = {"max_tokens": 60}
-
-
-@pytest.fixture(scope="module")
-def target(load):
-    return load("tiny-target")
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer):
-    tok = tokenizer("tiny-target")
-    return [tok.encode(text) for text in TEXTS]
 
 
 @pytest.fixture(scope="module")

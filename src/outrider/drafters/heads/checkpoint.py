@@ -34,8 +34,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         found = json.loads((path / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
-        fix = "name a directory with config.json"
-        raise Unsupported(f"a head at {path}: {error}", fix=fix) from None
+        raise Unsupported(f"{path}: {error}", fix="name a directory with config.json") from None
     if not isinstance(found, dict):
         raise Unsupported(f"{path}/config.json is not an object", fix="name a model's directory")
     return found
@@ -71,13 +70,17 @@ def load_head(
     is_speculators = SPECULATORS in config
     shape = dict(config)
     if is_speculators:
-        shape = {**config["transformer_layer_config"]}
+        shape = {**config.get("transformer_layer_config", {})}
         shape["draft_vocab_size"] = config.get("draft_vocab_size")
     layers = _layers(config, is_speculators, num_layers)
     given = _weights(path)
     own = given.get("embed_tokens.weight")
     used = embedding if own is None else own
-    size = HeadConfig.of(shape)
+    try:
+        size = HeadConfig.of(shape)
+    except KeyError as error:
+        fix = "complete it from the head's page"
+        raise Unsupported(f"{path}/config.json has no {error}", fix=fix) from None
     if used.shape != (size.vocab_size, size.hidden_size):
         raise Unsupported(
             f"the head at {path} is for embeddings of {size.vocab_size} x {size.hidden_size}, and "
@@ -96,12 +99,12 @@ def _layers(config: Mapping[str, Any], is_speculators: bool, num_layers: int) ->
     ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get(
         "eagle_aux_hidden_state_layer_ids"
     )
-    if not ids:
-        return [2, num_layers // 2, num_layers - 3]
-    found = [int(i) + (0 if is_speculators else 1) for i in ids]
+    found = [2, num_layers // 2, num_layers - 3]
+    if ids:
+        found = [int(i) + (0 if is_speculators else 1) for i in ids]
     if not all(0 <= i <= num_layers for i in found):
         raise Unsupported(
-            f"a head that reads layers {ids} of a target with {num_layers}",
+            f"a head that reads layers {ids or found} of a target with {num_layers}",
             fix="use the head with the target that it was trained for",
         )
     return found
@@ -135,10 +138,8 @@ def _fill(head: Eagle3Head, given: dict[str, Tensor], path: Path) -> None:
     given = {name: tensor for name, tensor in given.items() if name not in UNUSED}
     if "d2t" not in given and head.config.draft_vocab_size == head.config.vocab_size:
         given["d2t"] = expected["d2t"]
-    missing, unknown = (
-        sorted(expected.keys() - given.keys()),
-        sorted(given.keys() - expected.keys()),
-    )
+    missing = sorted(expected.keys() - given.keys())
+    unknown = sorted(given.keys() - expected.keys())
     wrong = sorted(
         f"{name}: {tuple(given[name].shape)}, not {tuple(expected[name].shape)}"
         for name in expected.keys() & given.keys()
