@@ -18,7 +18,7 @@ from outrider.core import (
     Unsupported,
 )
 from outrider.drafters.heads import Eagle3Head, HeadConfig, HeadDrafter, kind_of, load_head
-from outrider.drafters.heads.layers import HeadCache, frequencies
+from outrider.drafters.heads.layers import HeadCache, SequencePass, frequencies
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -80,7 +80,9 @@ def test_a_pass_is_the_formula(head, states):
     cache, found = HeadCache(), []
     for part in ([0, 1, 2, 3], [4], [5, 6, 7, 8, 9]):  # in pieces, as they come
         rows = torch.tensor(part)
-        found.append(head(tokens[rows], x[rows], rows + 1, [cache], [len(part)]))
+        attend = SequencePass([cache], [len(part)])
+        found.append(head(tokens[rows], x[rows], rows + 1, attend))
+        attend.keep()
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -88,11 +90,11 @@ def test_a_pass_is_the_formula(head, states):
 def test_sequences_do_not_see_each_other(head, states):
     tokens, x = torch.arange(9) % 40, head.reduce(states[:9])
     alone = [
-        head(tokens[i:j], x[i:j], torch.arange(1, 1 + j - i), [HeadCache()], [j - i])
+        head(tokens[i:j], x[i:j], torch.arange(1, 1 + j - i), SequencePass([HeadCache()], [j - i]))
         for i, j in ((0, 4), (4, 9))
     ]
     positions = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4, 5])
-    together = head(tokens, x, positions, [HeadCache(), HeadCache()], [4, 5])
+    together = head(tokens, x, positions, SequencePass([HeadCache(), HeadCache()], [4, 5]))
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-6, rtol=1e-6)
 
 
@@ -169,10 +171,11 @@ def test_both_formats_are_the_same_head(format_, head, states, tmp_path):
     found = load_head(path, head.embed_tokens.weight.detach(), LAYERS)
     assert found.hidden_layers == (2, 3, 5)
     x, tokens = head.reduce(states[:5]), torch.arange(5)
-    args = tokens, x, tokens + 1
-    torch.testing.assert_close(
-        found.logits(found(*args, [HeadCache()], [5])), head.logits(head(*args, [HeadCache()], [5]))
-    )
+
+    def logits(one):
+        return one.logits(one(tokens, x, tokens + 1, SequencePass([HeadCache()], [5])))
+
+    torch.testing.assert_close(logits(found), logits(head))
 
 
 def test_without_ids_the_usual_layers_are_read(head, tmp_path):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outrider.core import Outcome, Request
-from outrider.drafters.heads.layers import HeadCache, HeadConfig
+from outrider.drafters.heads.layers import Attend, HeadCache, HeadConfig, SequencePass
 from outrider.drafters.model import ModelDrafter
 
 
@@ -34,14 +34,7 @@ class Head(Protocol):
         """Return what the head keeps of the target's states, [n, layers, H] -> [n, H]."""
         ...
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        x: Tensor,
-        positions: Tensor,
-        caches: Sequence[HeadCache],
-        counts: Sequence[int],
-    ) -> Tensor:
+    def __call__(self, tokens: Tensor, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Read pairs of token and state. Return the states that follow, [N, H]."""
         ...
 
@@ -124,7 +117,9 @@ class HeadModel:
         tokens = torch.tensor([t for _, own in segments for t in own], device=x.device)
         spans = [range(s.length, s.length + n) for s, n in zip(sequences, counts, strict=True)]
         positions = torch.tensor([p for span in spans for p in span], device=x.device)
-        states = self.head(tokens, x, positions, [s.cache for s in sequences], counts)
+        attend = SequencePass([s.cache for s in sequences], counts)
+        states = self.head(tokens, x, positions, attend)
+        attend.keep()
         for sequence, mine in zip(sequences, states.split_with_sizes(counts), strict=True):
             sequence.own = mine[-1]
             sequence.drop_read()

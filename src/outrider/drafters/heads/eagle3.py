@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from outrider.drafters.heads.layers import (
     MLP,
+    Attend,
     Attention,
-    HeadCache,
     HeadConfig,
     RMSNorm,
     frequencies,
@@ -43,17 +43,10 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.self_attn, self.mlp = Attention(config, 2 * size), MLP(config)
 
-    def forward(
-        self,
-        embedded: Tensor,
-        x: Tensor,
-        angles: Tensor,
-        caches: Sequence[HeadCache],
-        counts: Sequence[int],
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
         """Return g, [N, H]."""
         both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], -1)
-        h = x + self.self_attn(both, angles, caches, counts)
+        h = x + self.self_attn(both, angles, attend)
         found: Tensor = h + self.mlp(self.post_attention_layernorm(h))
         return found
 
@@ -85,20 +78,13 @@ class Eagle3Head(nn.Module):
         found: Tensor = self.fc(states.flatten(1).to(self.fc.weight.dtype))
         return found
 
-    def forward(
-        self,
-        tokens: Tensor,
-        x: Tensor,
-        positions: Tensor,
-        caches: Sequence[HeadCache],
-        counts: Sequence[int],
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Read pairs. Return g, which is x of the pair that follows, [N, H].
 
-        tokens, positions: [N]; counts: how many of the pairs belong to each cache, in order
+        tokens, positions: [N]
         """
         angles = positions[:, None].float() * self.frequencies
-        found: Tensor = self.midlayer(self.embed_tokens(tokens), x, angles, caches, counts)
+        found: Tensor = self.midlayer(self.embed_tokens(tokens), x, angles, attend)
         return found
 
     def logits(self, g: Tensor) -> Tensor:

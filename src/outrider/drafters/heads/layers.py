@@ -1,7 +1,8 @@
-"""What heads are made of: Llama's layers over rows of several sequences, with their own cache.
+"""What heads are made of: Llama's layers over rows of several sequences.
 
-A pass takes the new tokens of any number of sequences as flat rows. Each sequence has a `HeadCache`
-that its rows extend: position i of it holds what a layer computed for the token at position i.
+A pass takes the new tokens of any number of sequences as flat rows. Where their keys and values are
+kept is for the host to say, by what it passes as `attend`: a cache for each sequence
+(`SequencePass`), or slots of a pool.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -105,75 +106,42 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-class HeadCache:
-    """Keys and values of one sequence in one layer. It grows by doubling."""
+class Attend(Protocol):
+    """Keeps a pass's keys and values, and lets each row look at its past."""
 
-    def __init__(self) -> None:
-        self.length = 0
-        self._kept: Tensor | None = None  # [2, room, kv heads, D]
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return what each row finds, [N, heads, D].
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add rows, [n, kv heads, D]. Return all keys and values."""
-        start, end = self.length, self.length + len(keys)
-        if self._kept is None or self._kept.shape[1] < end:
-            grown = keys.new_empty((2, max(64, 2 * end), *keys.shape[1:]))
-            if self._kept is not None:
-                grown[:, :start] = self._kept[:, :start]
-            self._kept = grown
-        self._kept[0, start:end], self._kept[1, start:end] = keys, values
-        self.length = end
-        return self._kept[0, :end], self._kept[1, :end]
-
-    def truncate(self, length: int) -> None:
-        """Forget the rows beyond this length."""
-        self.length = min(self.length, length)
+        layer: of the head
+        q: [N, heads, D]; k, v: [N, kv heads, D]
+        """
+        ...
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
     inputs: width of what it reads; EAGLE-3 reads embedding and state side by side
+    layer: its number in the head
     """
 
-    def __init__(self, config: HeadConfig, inputs: int) -> None:
+    def __init__(self, config: HeadConfig, inputs: int, layer: int = 0) -> None:
         super().__init__()
-        self.config, bias = config, config.attention_bias
+        self.config, self.layer, bias = config, layer, config.attention_bias
         wide, narrow = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
         self.q_proj = nn.Linear(inputs, wide, bias=bias)
         self.k_proj = nn.Linear(inputs, narrow, bias=bias)
         self.v_proj = nn.Linear(inputs, narrow, bias=bias)
         self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
 
-    def forward(
-        self, x: Tensor, angles: Tensor, caches: Sequence[HeadCache], counts: Sequence[int]
-    ) -> Tensor:
-        """Return [N, H]. counts: how many of the rows belong to each cache, in order"""
+    def forward(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
+        """Return [N, H]."""
         shape = (len(x), -1, self.config.head_dim)
         q = rotate(self.q_proj(x).view(shape), angles)
         k = rotate(self.k_proj(x).view(shape), angles)
         v = self.v_proj(x).view(shape)
-        split = [y.split_with_sizes([*counts]) for y in (q, k, v)]
-        mixed = [
-            _attend(q, *cache.append(k, v)) for cache, q, k, v in zip(caches, *split, strict=True)
-        ]
-        found: Tensor = self.o_proj(torch.cat(mixed))
+        found: Tensor = self.o_proj(attend(self.layer, q, k, v).reshape(len(x), -1))
         return found
-
-
-def _attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Let the last n rows of a sequence look at themselves and what stands before them, [n, -1]."""
-    n, length = len(q), len(keys)
-    allowed = None
-    if n > 1:
-        allowed = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
-    found = functional.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=allowed,
-        enable_gqa=True,
-    )
-    return found[0].transpose(0, 1).reshape(n, -1)
 
 
 class MLP(nn.Module):
@@ -190,3 +158,74 @@ class MLP(nn.Module):
         """Return [N, H]."""
         found: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return found
+
+
+class HeadCache:
+    """Keys and values of one sequence in all layers of a head. It grows by doubling.
+
+    length: how many rows are kept
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._kept: dict[int, Tensor] = {}  # by layer: [2, room, kv heads, D]
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put rows, [n, kv heads, D], behind those that are kept. Return all keys and values."""
+        start, end = self.length, self.length + len(keys)
+        kept = self._kept.get(layer)
+        if kept is None or kept.shape[1] < end:
+            grown = keys.new_empty((2, max(64, 2 * end), *keys.shape[1:]))
+            if kept is not None:
+                grown[:, :start] = kept[:, :start]
+            kept = self._kept[layer] = grown
+        kept[0, start:end], kept[1, start:end] = keys, values
+        return kept[0, :end], kept[1, :end]
+
+    def truncate(self, length: int) -> None:
+        """Forget the rows beyond this length."""
+        self.length = min(self.length, length)
+
+
+class SequencePass:
+    """A pass over sequences that have a cache each. When it is over, `keep` what it appended.
+
+    counts: how many of the rows belong to each cache, in order
+    """
+
+    def __init__(self, caches: Sequence[HeadCache], counts: Sequence[int]) -> None:
+        self._caches, self._counts = caches, [*counts]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Let each row look at its past: see `Attend`."""
+        split = [y.split_with_sizes(self._counts) for y in (q, k, v)]
+        return torch.cat(
+            [
+                causal(q, *cache.append(layer, k, v))
+                for cache, q, k, v in zip(self._caches, *split, strict=True)
+            ]
+        )
+
+    def keep(self) -> None:
+        """Count the rows of the pass as read."""
+        for cache, count in zip(self._caches, self._counts, strict=True):
+            cache.length += count
+
+
+def causal(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Let the last n rows of a sequence look at themselves and what stands before them.
+
+    q: [n, heads, D]; keys, values: [length, kv heads, D] -> [n, heads, D]
+    """
+    n, length = len(q), len(keys)
+    allowed = None
+    if n > 1:
+        allowed = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+    found = functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=allowed,
+        enable_gqa=True,
+    )
+    return found[0].transpose(0, 1)
