@@ -64,23 +64,10 @@ def load_head(
     """
     path = Path(path)
     config = read_config(path)
-    kind = kind_of(config)
-    if kind != "eagle3":
-        raise Unsupported(f"{path} is a {kind}, not a head", fix="load it as a draft model")
-    is_speculators = SPECULATORS in config
-    shape = dict(config)
-    if is_speculators:
-        shape = {**config.get("transformer_layer_config", {})}
-        shape["draft_vocab_size"] = config.get("draft_vocab_size")
-    layers = _layers(config, is_speculators, num_layers)
+    size, layers = head_shape(config, path), head_layers(config, num_layers)
     given = _weights(path)
     own = given.get("embed_tokens.weight")
     used = embedding if own is None else own
-    try:
-        size = HeadConfig.of(shape)
-    except KeyError as error:
-        fix = "complete it from the head's page"
-        raise Unsupported(f"{path}/config.json has no {error}", fix=fix) from None
     if used.shape != (size.vocab_size, size.hidden_size):
         raise Unsupported(
             f"the head at {path} is for embeddings of {size.vocab_size} x {size.hidden_size}, and "
@@ -93,21 +80,40 @@ def load_head(
     return head.to(dtype or embedding.dtype).to(embedding.device).eval().requires_grad_(False)
 
 
-def _layers(config: Mapping[str, Any], is_speculators: bool, num_layers: int) -> list[int]:
-    """Return the layers whose states are read, as Transformers counts them."""
+def head_shape(config: Mapping[str, Any], path: str | Path) -> HeadConfig:
+    """Return the shape of a head. path: where it is, for messages"""
+    kind = kind_of(config)
+    if kind == "model":
+        raise Unsupported(f"{path} is a {kind}, not a head", fix="load it as a draft model")
+    shape = dict(config)
+    if SPECULATORS in config:
+        shape = {**config.get("transformer_layer_config", {})}
+        shape["draft_vocab_size"] = config.get("draft_vocab_size")
+    try:
+        return HeadConfig.of(shape)
+    except KeyError as error:
+        fix = "complete it from the head's page"
+        raise Unsupported(f"{path}/config.json has no {error}", fix=fix) from None
+
+
+def head_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the layers whose states a head reads, as Transformers counts them.
+
+    num_layers: of the target
+    """
     nested = config.get("eagle_config") or {}
     ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get(
         "eagle_aux_hidden_state_layer_ids"
     )
     found = [2, num_layers // 2, num_layers - 3]
     if ids:
-        found = [int(i) + (0 if is_speculators else 1) for i in ids]
+        found = [int(i) + (0 if SPECULATORS in config else 1) for i in ids]
     if not all(0 <= i <= num_layers for i in found):
         raise Unsupported(
             f"a head that reads layers {ids or found} of a target with {num_layers}",
             fix="use the head with the target that it was trained for",
         )
-    return found
+    return tuple(found)
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

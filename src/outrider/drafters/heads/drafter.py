@@ -11,9 +11,9 @@ the request has no drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ class Head(Protocol):
 
     def logits(self, g: Tensor) -> Tensor:
         """Return logits over the target's vocabulary, [n, V]."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return its weights by name."""
         ...
 
 

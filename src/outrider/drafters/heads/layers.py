@@ -219,13 +219,14 @@ def causal(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """
     n, length = len(q), len(keys)
     allowed = None
-    if n > 1:
+    if 1 < n < length:
         allowed = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
     found = functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],
         attn_mask=allowed,
+        is_causal=n == length,
         enable_gqa=True,
     )
     return found[0].transpose(0, 1)
