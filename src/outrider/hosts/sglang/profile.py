@@ -48,9 +48,11 @@ class _Strict(BaseModel):
 class Profile(_Strict):
     """How the server drafts.
 
-    drafter: who drafts, unless a request says otherwise; by default `model` if there is a draft
-        model, else `ngram`; `adaptive` chooses among them, and may choose plain decoding
-    drafters: options for drafters, by name. A request may choose among these and the default.
+    drafter: who drafts, unless a request says otherwise. The default is `adaptive`: in every step
+        it chooses between lookups in the text, the draft model if there is one, and plain
+        decoding, by measured goodput. A fixed drafter drafts even where plain decoding is faster.
+    drafters: options for drafters, by name. A request may choose among these, the default, `ngram`,
+        `none`, and `model` if there is a draft model.
     max_drafts: the most drafts in a step for requests that do not say; also the server's limit, if
         `--speculative-num-steps` does not set one
     draft_bits: 4 or 8: the draft model reads a copy of its weights in so few bits, where that is
@@ -69,8 +71,9 @@ class Profile(_Strict):
     tracing: whether each step is sent as an OpenTelemetry span, as the variables OTEL_* say
     """
 
-    drafter: Optional[str] = None  # noqa: UP045 - pydantic reads this at run time, on 3.10 too
+    drafter: str = ADAPTIVE
     drafters: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    # pydantic reads Optional at run time, on Python 3.10 too
     max_drafts: Optional[int] = Field(default=None, ge=0)  # noqa: UP045
     draft_bits: Optional[Literal[4, 8]] = None  # noqa: UP045
     draft_timeout: float = Field(default=1.0, gt=0)
@@ -79,14 +82,10 @@ class Profile(_Strict):
     verify_pass: Optional[Literal["rows", "target_verify", "auto"]] = None  # noqa: UP045
     tracing: bool = False
 
-    def default_drafter(self, has_draft_model: bool) -> str:
-        """Return who drafts if a request does not say."""
-        return self.drafter or (MODEL if has_draft_model else "ngram")
-
     def names(self, has_draft_model: bool) -> list[str]:
         """Return the drafters that a request may choose."""
         ours = [MODEL] if has_draft_model else []
-        wanted = [self.default_drafter(has_draft_model), *self.drafters, "ngram", *ours, "none"]
+        wanted = [self.drafter, *self.drafters, "ngram", *ours, "none"]
         return list(dict.fromkeys(wanted))
 
 

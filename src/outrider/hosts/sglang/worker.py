@@ -114,10 +114,12 @@ class OutriderWorker:
         profile, model = load_profile(), None
         if draft_worker is not None:
             model = SglangDraftModel(draft_worker, self._max_rows, self._ranks)
-        names, default = profile.names(bool(model)), profile.default_drafter(bool(model))
+        names = profile.names(bool(model))
         vocab_size, graphs = self.model_config.vocab_size, host().graph_sizes(runner)
         self._drafters = Drafters.make(profile, names, vocab_size, model, self._ranks, graphs)
-        self._requests = RequestTable(self._drafters, names, default, args, profile.max_drafts)
+        self._requests = RequestTable(
+            self._drafters, names, profile.drafter, args, profile.max_drafts
+        )
         self._begin_verify(args, profile.verify_pass)
         self._penalties = Penalties()
         self._coins = DeviceCoins()
