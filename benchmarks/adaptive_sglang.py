@@ -122,7 +122,7 @@ def run(args: argparse.Namespace, file: Path) -> None:
     drafters: dict[str, dict[str, str]] = {name: {} for name in _drafters(args.methods)}
     if args.trace is not None:
         drafters[ADAPTIVE] = {"trace": str(args.trace.absolute())}
-    profile = {"draft_bits": args.draft_bits, "drafters": drafters}
+    profile = {"drafter": "model", "draft_bits": args.draft_bits, "drafters": drafters}
     servers = side_by_side(
         args.target,
         FLAGS,

@@ -60,6 +60,7 @@ def test_with_experts_a_wider_pass_reads_more(make):
     cost = Cost.of(model, model, plan, None)
     assert cost.verify == pytest.approx((1 - (14 / 16) ** 4) / (2 / 16))
     assert "2 of 16 experts" in list(check_cost(model, model, plan, on_cpu=False))[-1].what
+    assert Cost.of(model, model, Plan(requests=1, drafts=24, weighed=3), None) == cost
     # a large batch visits them all anyway
     assert Cost.of(model, model, Plan(requests=200), None).verify == pytest.approx(1)
 

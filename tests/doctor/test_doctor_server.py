@@ -46,6 +46,8 @@ def test_outrider_in_sglang(serve, address):
     assert any("OUTRIDER is on: K = 5" in finding.what for finding in found)
     plan = served.plan(Plan(tp=1, drafts=3))
     assert (plan.tp, plan.drafts, plan.dtype) == (2, 5, None)
+    # room for all of the server's drafts, the cost of no more than were asked about
+    assert (plan.weighed, served.plan(Plan(drafts=9)).weighed) == (3, 5)
 
 
 def test_older_pages_of_sglang(serve):

@@ -55,9 +55,11 @@ class Fake:
     def __init__(self, changes=lambda n, text: text, template=True, refuses=(), drafted=None):
         self.changes, self.template, self.refuses = changes, template, refuses
         self.drafted, self.seen, self.batches = drafted, 0, []
+        self.queries, self.variants = [], []
 
     def ask(self, asked, concurrency=1, *, stream=False, rate=None, heard=None, refused=None):
         self.batches.append((concurrency, [query.temperature > 0 for query in asked]))
+        self.queries += asked
         answers = []
         for place, query in enumerate(asked):
             if (query.chat and not self.template) or any(w in query.prompt for w in self.refuses):
@@ -83,6 +85,10 @@ class Fake:
         counts = Counts(self.seen, self.seen, 0, 2 * self.seen, self.drafted * self.seen)
         counts.seconds.update(seconds)
         return counts
+
+    def variant(self, options, salt=None):
+        self.variants.append(options)
+        return self
 
     def facts(self):
         return {"engine": self.spec, "model": "m"}
@@ -134,8 +140,19 @@ def test_requests_of_different_kinds_never_share_a_batch():
     assert len(set(seeds)) == len(seeds) == 100
     assert sum(query.logprobs is not None for query in asked) == 50
     server = Fake()
-    ask(server, asked, lambda: None)
+    ask([server], asked, lambda: None)
     assert all(len(set(batch)) == 1 for _, batch in server.batches)
+
+
+def test_engines_share_the_requests_of_each_kind():
+    asked, engines = queries(200, True, 8, True), [Fake(), Fake()]
+    answers, _ = ask(engines, asked, lambda: None)
+    assert sorted(answers) == list(range(200))
+    assert all(answers[n].text.startswith(asked[n].prompt[:20]) for n in answers)
+    for engine in engines:
+        kinds = {(q.logprobs, q.temperature, q.top_p) for q in engine.queries}
+        assert kinds == {(q.logprobs, q.temperature, q.top_p) for q in asked}
+        assert len(engine.queries) == 100
 
 
 def test_without_determinism_every_request_tells_its_logprobs():
@@ -145,7 +162,7 @@ def test_without_determinism_every_request_tells_its_logprobs():
 
 def test_answers_survive_their_file():
     asked = queries(24, True, 8, True)
-    answers, _ = ask(Fake(), asked, lambda: None)
+    answers, _ = ask([Fake()], asked, lambda: None)
     found = read_answers(said(Fake(), False)["answers"])
     assert {n: replace(one, arrivals=()) for n, one in answers.items()} == found
 
@@ -361,6 +378,9 @@ def world(monkeypatch, tmp_path):
 def test_a_rerun_uses_finished_parts(world):
     assert world().exit_code == Exit.GOOD
     assert world.started == [("bare", True), ("ours", True)]
+    # control may find that no drafts pay: some of the compared answers have a fixed drafter
+    assert world.fakes["bare"].variants == []
+    assert world.fakes["ours"].variants == [{"drafter": "ngram", "max_drafts": 4}]
     first = json.loads((world.out / "server.json").read_text())
     again = world("--json")
     assert (again.exit_code, world.started) == (Exit.GOOD, [])

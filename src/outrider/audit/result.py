@@ -241,7 +241,7 @@ class Result:
             yield "the plain engine drafted too"
         counts = self.greedy_counts
         if counts is not None and len(self.greedy) and not counts.drafted:
-            yield "the speculative engine drafted nothing"
+            yield "the speculative engine drafted nothing (name a drafter: URL#drafter=model)"
 
     @property
     def evidence(self) -> int:

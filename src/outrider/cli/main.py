@@ -162,7 +162,7 @@ def selftest(
     ] = None,
     draft: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Argument(help="With --server: a smaller model that drafts for it; else n-grams do."),
+        typer.Argument(help="With --server: a smaller model that drafts; else text is looked up."),
     ] = None,
     server: Annotated[
         bool,
@@ -235,7 +235,7 @@ def doctor(
     ] = None,
     draft: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Argument(help="A smaller model that drafts for it; without one, n-grams do."),
+        typer.Argument(help="A smaller model that drafts for it; without one, text is looked up."),
     ] = None,
     url: Annotated[
         Optional[str],  # noqa: UP045

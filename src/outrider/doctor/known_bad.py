@@ -154,7 +154,7 @@ KNOWN_BAD: tuple[KnownBad, ...] = (
         "sglang-ngram-cuda-only",
         f"{SGLANG}'s NGRAM algorithm runs on CUDA devices only",
         "elsewhere the server stops: 'Ngram speculative decoding only supports CUDA device.'",
-        f"{USE_OURS}: without a draft model, n-grams draft",
+        f"{USE_OURS}: without a draft model, drafts are looked up in the text",
         "read in source: ServerArgs._handle_speculative_decoding",
         "warning",
         "own speculation",

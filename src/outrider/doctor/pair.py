@@ -43,6 +43,7 @@ class Plan:
     dtype: of weights and cache; None is each model's own
     tp: GPUs that share the models
     drafts: K, the most drafts in a step
+    weighed: drafts in a step whose cost is shown; None is K
     draft_bits: 4 or 8, the draft's weights in so few bits (CPU)
     """
 
@@ -51,6 +52,7 @@ class Plan:
     dtype: str | None = None
     tp: int = 1
     drafts: int = 4
+    weighed: int | None = None
     draft_bits: int | None = None
 
     def computes_in(self, model: Model) -> str:
@@ -106,12 +108,13 @@ class Cost:
     def of(target: Model, draft: Model, plan: Plan, bits: int | None) -> Cost | None:
         """Return the cost by the bytes of weights that passes read, None if they are not known."""
         dtype, rows = plan.loads_as(target), plan.requests
+        drafts = plan.drafts if plan.weighed is None else plan.weighed
         plain = target.bytes_read(dtype, rows)
-        verify = target.bytes_read(dtype, rows * (plan.drafts + 1))
+        verify = target.bytes_read(dtype, rows * (drafts + 1))
         drafted = draft.bytes_read(plan.loads_as(draft), rows, bits)
         if not plain or verify is None or drafted is None:
             return None
-        return Cost(drafted / plain, verify / plain, plan.drafts)
+        return Cost(drafted / plain, verify / plain, drafts)
 
     def as_json(self) -> dict[str, Any]:
         """Return it with what follows from it."""
@@ -143,7 +146,7 @@ def check_kind(model: Model, is_draft: bool = False) -> Iterator[Finding]:
             "problem",
             f"{name} is a head that reads the target's hidden states",
             "Outrider drafts with models of their own; such heads are not supported yet",
-            "give a small model of the same family, or none: n-grams draft",
+            "give a small model of the same family, or none: drafts are looked up in the text then",
         )
     elif any(one.startswith(_HYBRID_WINDOWS) for one in model.architectures):
         yield Finding(
@@ -242,7 +245,7 @@ def _cheaper(target: Model, draft: Model, plan: Plan, on_cpu: bool) -> str:
         few = Cost.of(target, draft, plan, 4)
         if few is not None and few.draft <= MOST:
             ways.insert(0, f"set draft_bits: 4, which makes it 1:{1 / few.draft:.1f}")
-    ways.append("drafter: adaptive measures, and drafts where it pays")
+    ways.append("drafter: adaptive, SGLang's default, measures, and drafts where it pays")
     return "; ".join(ways)
 
 

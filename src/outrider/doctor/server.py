@@ -60,12 +60,15 @@ class Served:
         """Return the plan as the server carries it out, as far as it says."""
         said = self.arguments or {}
         dtype = said.get("dtype")
+        drafts = said.get("speculative_num_steps") or plan.drafts
         return replace(
             plan,
             context=plan.context or self.limit,
             dtype=plan.dtype or (dtype if dtype in BYTES else None),
             tp=said.get("tp_size") or plan.tp,
-            drafts=said.get("speculative_num_steps") or plan.drafts,
+            drafts=drafts,
+            # control verifies as many as pay: its K of 24 is a limit, not what a step has
+            weighed=min(drafts, plan.drafts),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -222,7 +225,7 @@ def _algorithm(served: Served) -> Iterator[Finding]:
     name = str(arguments.get("speculative_algorithm") or "").upper()
     if name == OURS:
         drafts = arguments.get("speculative_num_steps")
-        who = f"drafts by {served.draft}" if served.draft else "n-grams draft"
+        who = f"draft model {served.draft}" if served.draft else "no draft model"
         yield Finding("server", "ok", f"OUTRIDER is on: K = {drafts}, {who}")
         if arguments.get("enable_deterministic_inference"):
             what = "deterministic: the tokens of plain SGLang in that mode"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from outrider.bench.measure import Cell, Plan, Run, measure
@@ -69,18 +70,23 @@ def loads(count: int) -> Iterator[tuple[int, range]]:
 
 
 def ask(
-    engine: Engine, asked: Sequence[Query], tick: Callable[[], None], backwards: bool = False
+    engines: Sequence[Engine],
+    asked: Sequence[Query],
+    tick: Callable[[], None],
+    backwards: bool = False,
 ) -> tuple[dict[int, Answer], dict[int, str]]:
     """Return the answers, and why a request is refused, by the number of the request.
 
+    engines: one server with several options; each is asked two requests in turn, as neighbours
+        differ in logprobs and temperature
     backwards: in the other order, so that a request has other neighbours
     """
     answers: dict[int, Answer] = {}
     refusals: dict[int, str] = {}
     for phase in phases(asked):
         order = phase[::-1] if backwards else phase
-        for load, places in loads(len(order)):
-            numbers = [order[place] for place in places]
+        for (load, places), (at, engine) in product(loads(len(order)), enumerate(engines)):
+            numbers = [order[p] for p in places if order[p] // 2 % len(engines) == at]
 
             def heard(place: int, answer: Answer, numbers: Sequence[int] = numbers) -> None:
                 answers[numbers[place]] = answer
@@ -90,7 +96,8 @@ def ask(
                 refusals[numbers[place]] = str(error)
                 tick()
 
-            engine.ask([asked[n] for n in numbers], load, heard=heard, refused=refused)
+            if numbers:
+                engine.ask([asked[n] for n in numbers], load, heard=heard, refused=refused)
     return answers, refusals
 
 
@@ -103,17 +110,22 @@ def examine(
     chat: bool | None,
     again: bool,
     ticker: Ticker,
+    drafting: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what a server answers and how fast it is, as plain values.
 
     count: how many requests are compared
+    drafting: options of every second pair of them: a fixed drafter, as control may find here that
+        no drafts pay, and answers without drafts would prove nothing. Speed is that of the
+        server's own choice.
     chat: whether the model has a chat template; None tries it
     again: ask a second time the other way round: does this server agree with itself?
     """
     chat = _has_template(engine) if chat is None else chat
     asked = queries(count, chat, wanted.max_tokens, deterministic)
+    engines = [engine] if drafting is None else [engine, engine.variant(drafting)]
     before = engine.counts()
-    answers, refused = ask(engine, asked, ticker("answers", count))
+    answers, refused = ask(engines, asked, ticker("answers", count))
     after = engine.counts()
     if not answers:
         raise Unsupported(
@@ -128,7 +140,7 @@ def examine(
         "counts": (after - before).as_json() if before and after else None,
     }
     if again:
-        repeated, _ = ask(engine, asked, ticker("the same again", count), backwards=True)
+        repeated, _ = ask(engines, asked, ticker("the same again", count), backwards=True)
         found["again"] = _plain(repeated)
     texts = [query.prompt for n, query in enumerate(asked) if n in answers]
     return {**found, "speed": _speed(engine, wanted, texts, chat, ticker)}

@@ -37,6 +37,9 @@ RESERVED = (
 )
 """Options of SGLang that this command gives itself."""
 
+DRAFTS = 4
+"""K of requests with a fixed drafter."""
+
 CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 """What SGLang needs on a CPU, if the environment does not say otherwise."""
 
@@ -69,6 +72,11 @@ class Wanted:
     def concurrencies(self) -> tuple[int, ...]:
         """Requests at once where speed is measured."""
         return (1, 4) if self.quick else (1, 4, 16)
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """Options of a request that has drafts, whether they pay or not."""
+        return {"drafter": "ngram" if self.draft is None else "model", "max_drafts": DRAFTS}
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -222,6 +222,7 @@ def _server_part(
                 found = examine(
                     engine, wanted, count, pair.deterministic,
                     chat=bare.get("chat"), again=side == "bare", ticker=ticker,
+                    drafting=wanted.drafting if side == "ours" else None,
                 )  # fmt: skip
     found["seconds"] = round(time.monotonic() - started, 1)
     parts.put(name, found)

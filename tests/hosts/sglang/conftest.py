@@ -70,12 +70,15 @@ def noisy(tmp_path_factory):
     return make
 
 
-@pytest.fixture
-def profile(tmp_path):
-    """Return a function that writes a profile and returns the environment that names it."""
+@pytest.fixture(scope="session")
+def profile(tmp_path_factory):
+    """Return a function that writes a profile and returns the environment that names it.
+
+    Tests that count drafts name a fixed drafter: the default may find that none pay here.
+    """
 
     def write(**content) -> dict[str, str]:
-        path = tmp_path / "profile.yaml"
+        path = tmp_path_factory.mktemp("profile") / "profile.yaml"
         path.write_text(json.dumps(content))
         return {"OUTRIDER_CONFIG": str(path)}
 

@@ -41,10 +41,11 @@ def planted(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(launch, model_dir, noisy, planted):
+def server(launch, model_dir, noisy, planted, profile):
     model = model_dir(MODEL)
     draft = ["--speculative-draft-model-path", str(noisy(model, 0.3))]
-    return launch("audit", model, *FLAGS, *draft, OUTRIDER_TEST_RULE=str(planted)).wait()
+    environment = {"OUTRIDER_TEST_RULE": str(planted), **profile(drafter="model")}
+    return launch("audit", model, *FLAGS, *draft, **environment).wait()
 
 
 def found(server, samples=0):

@@ -23,10 +23,10 @@ COUNT = 320
 
 
 @pytest.fixture(scope="module")
-def server(launch, model_dir):
+def server(launch, model_dir, profile):
     model = model_dir("stories15m")
     draft = ["--speculative-draft-model-path", str(model)]
-    return launch("distribution", model, *FLAGS, *draft).wait()
+    return launch("distribution", model, *FLAGS, *draft, **profile(drafter="model")).wait()
 
 
 def outcomes(server, drafts, params):

@@ -135,11 +135,12 @@ def test_malformed_custom_params(server, plain):
 
 
 @pytest.mark.parametrize("fault", ["oom", "nan"])
-def test_broken_draft_model(fault, launch, model_dir, plain):
+def test_broken_draft_model(fault, launch, model_dir, profile, plain):
     """The draft model runs out of memory, or computes what is not a number, now and then."""
     model = model_dir(MODEL)
     flags = [*FLAGS, "--speculative-draft-model-path", str(model)]
-    with launch(f"draft-{fault}", model, *flags, OUTRIDER_TEST_FAULT=fault) as server:
+    environment = {"OUTRIDER_TEST_FAULT": fault, **profile(drafter="model")}
+    with launch(f"draft-{fault}", model, *flags, **environment) as server:
         wishes = [("/generate", body(text)) for text in plain]
         answers = server.ask_all(wishes, 1) + server.ask_all(wishes, 6)
         assert [a["output_ids"] for a in answers] == [*plain.values()] * 2
@@ -151,7 +152,9 @@ def test_broken_draft_model(fault, launch, model_dir, plain):
 
 
 @pytest.mark.parametrize("fault", ["once", "prefill"])
-def test_no_pass_of_the_draft_model_reads_whole_contexts(fault, launch, model_dir, noisy, tmp_path):
+def test_no_pass_of_the_draft_model_reads_whole_contexts(
+    fault, launch, model_dir, noisy, profile, tmp_path
+):
     """Six long contexts at once. After a fault what was read stays known.
 
     Prompts that the draft model could not read are read in bounded chunks, beside the steps.
@@ -161,6 +164,7 @@ def test_no_pass_of_the_draft_model_reads_whole_contexts(fault, launch, model_di
     flags += ["--speculative-draft-model-path", str(noisy(model))]
     texts = [f"{i}. " + workload.OPENINGS[i] * 8 for i in range(6)]
     environment = {"OUTRIDER_TEST_FAULT": fault, "OUTRIDER_TEST_PASSES": str(passes)}
+    environment |= profile(drafter="model")  # control would run passes of its own
     with launch(f"passes-{fault}", model, *flags, **environment) as server:
 
         def ask(**wishes):

@@ -189,7 +189,7 @@ def collector():
 @pytest.fixture(scope="module")
 def server(launch, collector, tmp_path_factory):
     path = tmp_path_factory.mktemp("profile") / "profile.yaml"
-    path.write_text("tracing: true\ndrafters: {raising: {}, suffix: {}}\n")
+    path.write_text("drafter: model\ntracing: true\ndrafters: {raising: {}, suffix: {}}\n")
     environment = {
         "OUTRIDER_CONFIG": str(path),
         "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,

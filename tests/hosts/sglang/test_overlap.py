@@ -275,9 +275,10 @@ IN_TURN = ["--disable-overlap-schedule"]
 @pytest.fixture(
     scope="module", params=[[], IN_TURN] if host().contract.VERSION > "0.5.11" else [[]]
 )
-def server(request, launch, model_dir):
-    flags = request.param
-    return launch(f"overlap{len(flags)}", model_dir("stories15m"), *TIGHT, *flags).wait()
+def server(request, launch, model_dir, profile):
+    flags, drafts = request.param, profile(drafter="ngram")
+    model = model_dir("stories15m")
+    return launch(f"overlap{len(flags)}", model, *TIGHT, *flags, **drafts).wait()
 
 
 def test_at_the_end_of_the_context(server):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import parity
 import pytest
 import sglang
@@ -60,31 +58,41 @@ def test_two_ranks(kind, launch, model_dir, noisy, tmp_path):
         server.settle_down()
 
 
-@pytest.mark.parametrize("what", ["raising", "perturbed"])
-def test_rank_1_alone_misbehaves(what, launch, model_dir, noisy, tmp_path):
-    """Its passes of the draft model raise, or its sampler emits other tokens: nobody hangs."""
+@pytest.fixture(scope="module")
+def two_ranks(launch, model_dir, noisy, profile):
+    """Return a function that starts a server of two ranks, as this environment says."""
     model = model_dir("stories260k")
-    flags, environment = PARALLEL["tp"]
-    path = tmp_path / "profile.yaml"
-    path.write_text(json.dumps({"drafter": "adaptive"}))
-    environment = environment | {"OUTRIDER_CONFIG": str(path)}
+    flags, cores = PARALLEL["tp"]
     flags = [*FLAGS, *flags, "--speculative-draft-model-path", str(noisy(model))]
+    cores = cores | profile(drafter="adaptive")
+    return lambda name, **environment: launch(name, model, *flags, **cores, **environment)
 
-    def ask(server, **wishes):
-        params = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
-        params["custom_params"] = {"outrider": wishes}
-        bodies = [{"text": text, "sampling_params": params} for text in workload.OPENINGS]
-        answers = server.ask_all([("/generate", body) for body in bodies], 6)
-        hits = sum(accepted(answer["meta_info"]) for answer in answers)
-        return [answer["output_ids"] for answer in answers], hits
 
-    with launch(f"tp-{what}", model, *flags, **environment, OUTRIDER_TEST_RANK_1=what) as server:
-        asked = [ask(server, drafter=drafter) for drafter in ("adaptive", "model", "model")]
+def ask_greedy(server, **wishes):
+    """Return the tokens of the answers, and how many drafts were accepted."""
+    params = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
+    params["custom_params"] = {"outrider": wishes}
+    bodies = [{"text": text, "sampling_params": params} for text in workload.OPENINGS]
+    answers = server.ask_all([("/generate", body) for body in bodies], 6)
+    hits = sum(accepted(answer["meta_info"]) for answer in answers)
+    return [answer["output_ids"] for answer in answers], hits
+
+
+@pytest.fixture(scope="module")
+def plain(two_ranks):
+    """What ranks that do not misbehave answer, without drafts."""
+    with two_ranks("tp-plain") as server:
+        return ask_greedy(server, max_drafts=0)[0]
+
+
+@pytest.mark.parametrize("what", ["raising", "perturbed"])
+def test_rank_1_alone_misbehaves(what, two_ranks, plain):
+    """Its passes of the draft model raise, or its sampler emits other tokens: nobody hangs."""
+    with two_ranks(f"tp-{what}", OUTRIDER_TEST_RANK_1=what) as server:
+        asked = [ask_greedy(server, drafter=drafter) for drafter in ("adaptive", "model", "model")]
         server.settle_down()
         log = server.log.read_text()
         metrics = server.metrics()
-    with launch(f"tp-{what}-plain", model, *flags, **environment) as server:
-        plain, _ = ask(server, max_drafts=0)
     assert [ids for ids, _ in asked] == [plain] * 3
     assert asked[-1][1] > 0
     if what == "raising":

@@ -31,11 +31,12 @@ SLOW = pytest.mark.slow
         pytest.param("smollm2-135m-instruct", 84, 24, marks=SLOW),
     ],
 )
-def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, record_property):
+def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, profile, record_property):
     """Bare SGLang as it comes, without our plugin, against OUTRIDER with n-grams."""
     model = model_dir(name)
     bare = launch(f"{name}-stock", model, *parity.BARE, *parity.STOCK, SGLANG_PLUGINS="none")
-    ours = launch(f"{name}-ngram", model, *parity.TIGHT, *parity.STOCK, *parity.OUTRIDER)
+    flags = [*parity.TIGHT, *parity.STOCK, *parity.OUTRIDER]
+    ours = launch(f"{name}-ngram", model, *flags, **profile(drafter="ngram"))
     wishes = workload.make(workload.greedy(name), count, 1, max_new, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_greedy(bare, ours, wishes)

@@ -18,6 +18,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang import contract, plugin, settings
+from outrider.hosts.sglang.drafting import Drafters
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import Profile, load_profile, request_options
 
@@ -170,7 +171,7 @@ def test_nothing_that_is_refused_is_untested():
 
 
 @pytest.mark.parametrize(
-    ("steps", "rows", "expected"), [(None, None, 4), (7, None, 7), (None, 6, 5), (0, None, 0)]
+    ("steps", "rows", "expected"), [(None, None, 24), (7, None, 7), (None, 6, 5), (0, None, 0)]
 )
 def test_sglangs_own_flags_say_how_many_drafts(steps, rows, expected):
     args = arguments(speculative_num_steps=steps, speculative_num_draft_tokens=rows)
@@ -180,7 +181,7 @@ def test_sglangs_own_flags_say_how_many_drafts(steps, rows, expected):
     assert not args.disable_overlap_schedule
 
 
-@pytest.mark.parametrize(("drafter", "expected"), [("adaptive", 24), ("suffix", 4)])
+@pytest.mark.parametrize(("drafter", "expected"), [("adaptive", 24), ("suffix", 4), ("ngram", 4)])
 def test_control_has_room(drafter, expected, profile, monkeypatch):
     for name, path in profile(drafter=drafter).items():
         monkeypatch.setenv(name, path)
@@ -226,12 +227,22 @@ def test_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
     assert load_profile().drafters == {"ngram": {"min_n": 1}}
     assert load_profile().names("model") == ["ngram", "model", "none"]
-    assert Profile().default_drafter("model") == "model"
     other = tmp_path / "other.yaml"
     other.write_text("drafter: model\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(other))
     with pytest.raises(Unsupported, match="speculative-draft-model-path"):
         settings.apply(arguments())
+
+
+def test_control_is_the_default():
+    """It alone may decode plainly where drafts do not pay. A request may name the others."""
+    assert Profile().drafter == "adaptive"
+    assert Profile().names(has_draft_model=True) == ["adaptive", "ngram", "model", "none"]
+    names = Profile().names(has_draft_model=False)
+    assert names == ["adaptive", "ngram", "none"]
+    made = Drafters.make(Profile(), names, vocab_size=9, model=None)
+    assert made.control is not None
+    assert made.wants_calibration
 
 
 @pytest.mark.parametrize(

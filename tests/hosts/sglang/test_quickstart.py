@@ -85,7 +85,7 @@ def test_the_profile_on_the_page_is_valid(tmp_path):
     (content,) = blocks("yaml", "sglang-settings")
     path = tmp_path / "profile.yaml"
     path.write_text(content)
-    assert load_profile(str(path)).drafter == "model"
+    assert load_profile(str(path)).max_drafts == 12
 
 
 def test_flags_on_all_pages_are_sglangs():

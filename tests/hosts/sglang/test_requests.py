@@ -15,14 +15,15 @@ FLAGS = [
     *("--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics"),
     *("--enable-deterministic-inference", "--speculative-algorithm", "OUTRIDER"),
     *("--speculative-num-steps", "4", "--constrained-json-disable-any-whitespace"),
+    "--enable-return-hidden-states",
 ]
 
 
 @pytest.fixture(scope="module")
-def server(launch, model_dir, noisy):
+def server(launch, model_dir, noisy, profile):
     model = model_dir(MODEL)
     draft = ["--speculative-draft-model-path", str(noisy(model))]
-    return launch("requests", model, *FLAGS, *draft).wait()
+    return launch("requests", model, *FLAGS, *draft, **profile(drafter="model")).wait()
 
 
 def body(text, wishes=None, **params):
@@ -134,14 +135,13 @@ def obeys(kind, text):
     return re.fullmatch(r"(yes|no)(, (yes|no)){3,9}\.", text)
 
 
-def test_hidden_states_are_those_of_plain_decoding(launch, model_dir):
-    model = model_dir(MODEL)
-    flags = [*FLAGS, "--enable-return-hidden-states"]
-    with launch("hidden", model, *flags) as server:
-        answers = []
-        for k in (0, 4):
-            wish = body(TEXT, {"max_drafts": k}, max_new_tokens=24)
-            answers.append(server.ask("/generate", {**wish, "return_hidden_states": True}))
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_hidden_states_are_those_of_plain_decoding(drafter, server):
+    answers = []
+    for k in (0, 4):
+        wish = body(TEXT, {"max_drafts": k, "drafter": drafter}, max_new_tokens=24)
+        answers.append(server.ask("/generate", {**wish, "return_hidden_states": True}))
+    assert [proposed(a["meta_info"]) > 0 for a in answers] == [False, True]
     plain, drafted = (a["meta_info"]["hidden_states"] for a in answers)
     assert len(plain) == len(drafted) == 24
     assert plain[1:] == drafted[1:]

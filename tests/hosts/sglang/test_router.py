@@ -32,11 +32,11 @@ class Router(Server):
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
 
 
-def test_two_replicas(launch, logs):
+def test_two_replicas(launch, logs, profile):
     draft = ["--speculative-draft-model-path", str(TINY / "draft")]
     replicas = [
-        launch("replica-model", TINY / "target", *FLAGS, *draft).wait(),
-        launch("replica-ngram", TINY / "target", *FLAGS).wait(),
+        launch("replica-model", TINY / "target", *FLAGS, *draft, **profile(drafter="model")).wait(),
+        launch("replica-ngram", TINY / "target", *FLAGS, **profile(drafter="ngram")).wait(),
     ]
     with Router(replicas, logs / "router.log") as router:
 

@@ -17,7 +17,7 @@ FLAGS = ["--mem-fraction-static", "0.1", "--max-total-tokens", "4096", "--skip-s
 
 def selftest(out):
     command = [sys.executable, "-m", "outrider", "selftest", "--server"]
-    command += [str(TINY / "target"), str(TINY / "draft"), "--quick", "--requests", "16"]
+    command += [str(TINY / "target"), str(TINY / "draft"), "--quick", "--requests", "24"]
     environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.run(

@@ -34,6 +34,7 @@ def server(launch, model_dir, noisy, tmp_path_factory):
     """Return a server that keeps acceptance to itself. Only its profile says how many drafts."""
     model, path = model_dir(MODEL), tmp_path_factory.mktemp("profile") / "profile.yaml"
     quiet = {"report_acceptance": False, "flush_tokens": FLUSH, "max_drafts": DRAFTS}
+    quiet["drafter"] = "model"
     path.write_text(json.dumps(quiet))
     draft = ["--speculative-draft-model-path", str(noisy(model))]
     return launch("quiet", model, *FLAGS, *draft, OUTRIDER_CONFIG=str(path)).wait()

@@ -23,10 +23,10 @@ FLAGS = [
 
 
 @pytest.fixture(scope="module")
-def server(launch, model_dir, noisy):
+def server(launch, model_dir, noisy, profile):
     model = model_dir("stories15m")
     draft = ["--speculative-draft-model-path", str(noisy(model))]
-    kernels = {"OUTRIDER_KERNELS": "triton", "TRITON_INTERPRET": "1"}
+    kernels = {"OUTRIDER_KERNELS": "triton", "TRITON_INTERPRET": "1", **profile(drafter="model")}
     return launch("triton", model, *FLAGS, *draft, **kernels).wait()
 
 

@@ -45,10 +45,12 @@ class _Strict(BaseModel):
 class Profile(_Strict):
     """How the server drafts.
 
-    drafter: who drafts, unless a request says otherwise; by default `model` if there is a draft
-        model, else `ngram`; `adaptive` chooses among them, and may choose plain decoding
-    drafters: options for drafters, by name. A request may choose among these and the default. One
-        with a `path` is a head in that directory, under a name of your choice.
+    drafter: who drafts, unless a request says otherwise. The default is `adaptive`: in every step
+        it chooses between lookups in the text, the draft model or head if there is one, and plain
+        decoding, by measured goodput. A fixed drafter drafts even where plain decoding is faster.
+    drafters: options for drafters, by name. A request may choose among these, the default, `ngram`,
+        `none`, and the draft model (`model`) or head (its kind, as `eagle3`) if there is one. An
+        entry with a `path` is a further head, in that directory, under a name of your choice.
     max_drafts: the most drafts in a step for requests that do not say; also the server's limit, if
         `--speculative-num-steps` does not set one
     draft_bits: 4 or 8: the draft model reads a copy of its weights in so few bits, where that is
@@ -67,8 +69,9 @@ class Profile(_Strict):
     tracing: whether each step is sent as an OpenTelemetry span, as the variables OTEL_* say
     """
 
-    drafter: Optional[str] = None  # noqa: UP045 - pydantic reads this at run time, on 3.10 too
+    drafter: str = ADAPTIVE
     drafters: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    # pydantic reads Optional at run time, on Python 3.10 too
     max_drafts: Optional[int] = Field(default=None, ge=0)  # noqa: UP045
     draft_bits: Optional[Literal[4, 8]] = None  # noqa: UP045
     draft_timeout: float = Field(default=1.0, gt=0)
@@ -77,17 +80,13 @@ class Profile(_Strict):
     verify_pass: Optional[Literal["rows", "target_verify", "auto"]] = None  # noqa: UP045
     tracing: bool = False
 
-    def default_drafter(self, draft: str | None) -> str:
-        """Return who drafts if a request does not say.
+    def names(self, draft: str | None) -> list[str]:
+        """Return the drafters that a request may choose.
 
         draft: the kind of draft model that the server has, if any: see `heads.draft_kind`
         """
-        return self.drafter or draft or "ngram"
-
-    def names(self, draft: str | None) -> list[str]:
-        """Return the drafters that a request may choose. draft: as in `default_drafter`"""
         ours = [draft] if draft else []
-        wanted = [self.default_drafter(draft), *self.drafters, "ngram", *ours, "none"]
+        wanted = [self.drafter, *self.drafters, "ngram", *ours, "none"]
         return list(dict.fromkeys(wanted))
 
     def head_paths(self) -> dict[str, str]:

@@ -22,10 +22,12 @@ from outrider.hosts.tokenizers import check_same_tokens
 logger = logging.getLogger(__name__)
 
 DEFAULT_DRAFTS = 4
-"""K if neither --speculative-num-steps, --speculative-num-draft-tokens nor the profile says."""
+"""K of a fixed drafter, if neither --speculative-num-steps, --speculative-num-draft-tokens nor the
+profile says."""
 
 ADAPTIVE_DRAFTS = 24
-"""The same with control, which uses as many as pay: in copied text more are accepted than 12."""
+"""The same with control, the default, which uses as many as pay: in copied text more than 12 are
+accepted."""
 
 REPAIRED = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH")
 """SGLang's own algorithms that take the most likely token on ROCm, whatever the temperature."""

@@ -115,8 +115,7 @@ class OutriderWorker:
         profile, model = load_profile(), None
         if draft_worker is not None:
             model = SglangDraftModel(draft_worker, self._max_rows, self._ranks)
-        kind = draft_kind(args.speculative_draft_model_path)
-        names, default = profile.names(kind), profile.default_drafter(kind)
+        names = profile.names(draft_kind(args.speculative_draft_model_path))
         vocab_size, graphs = self.model_config.vocab_size, host().graph_sizes(runner)
         paths = head_paths(profile, args)
         try:
@@ -128,7 +127,9 @@ class OutriderWorker:
         self._drafters = Drafters.make(
             profile, names, vocab_size, model, self._ranks, graphs, heads
         )
-        self._requests = RequestTable(self._drafters, names, default, args, profile.max_drafts)
+        self._requests = RequestTable(
+            self._drafters, names, profile.drafter, args, profile.max_drafts
+        )
         self._begin_verify(args, profile.verify_pass)
         self._penalties = Penalties()
         self._coins = DeviceCoins()
