@@ -19,6 +19,7 @@ from torch import Tensor
 from outrider.core import Budget, Proposal, Request
 from outrider.drafters.heads.dflash import BlockPass, DFlashHead
 from outrider.drafters.heads.drafter import StateDrafter, ToldSequence
+from outrider.drafters.model import _State
 
 
 @dataclass(eq=False)
@@ -129,11 +130,17 @@ class DFlashDrafter(StateDrafter[BlockSequence]):
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Draft for all requests in one pass, if it may pay."""
-        most = np.minimum(budget.max_drafts, self.drafts_per_pass)
-        if most.sum() < budget.min_gain:
-            most = np.zeros_like(most)
+        if np.minimum(budget.max_drafts, self.drafts_per_pass).sum() < budget.min_gain:
+            return Proposal.empty(len(requests))
         # further drafts need no pass, so they need not promise to pay for one
-        return super().propose(requests, replace(budget, max_drafts=most, min_gain=0.0))
+        return super().propose(requests, replace(budget, min_gain=0.0))
+
+    def _eager(
+        self, requests: Sequence[Request], budget: Budget
+    ) -> list[tuple[Request, _State[BlockSequence]]]:
+        """Return the requests that may and want to draft one more token of their block."""
+        eager = super()._eager(requests, budget)
+        return [(r, state) for r, state in eager if len(state.drafts) < self.drafts_per_pass]
 
     def unread(self, request: Request) -> int:
         """Return how many rows the next pass will read: states of the target, and the block."""

@@ -6,6 +6,7 @@ another shape is an error that names it. Pickled weights are not read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -134,7 +135,8 @@ def _names_of(kind: str, within: bool) -> Naming:
         if kind == "eagle3":
             return {name: _eagle3_name(ours) for name, ours in own.items()}
         if kind == "mtp":
-            return own_names(names) if within else own | own_names(names)
+            shared = {n: ours for n, ours in own.items() if ours in (EMBEDDING, LM_HEAD)}
+            return own_names(names) if within else {n: n for n in names} | shared | own_names(names)
         return own
 
     return named
@@ -172,6 +174,9 @@ def _weights(path: Path, naming: Naming) -> dict[str, Tensor]:
         except Exception as error:  # a library's own class, without a base in common
             raise Unsupported(f"{file}: {error}", fix=AGAIN) from None
     renamed = naming([*places])
+    twice = sorted(ours for ours, count in Counter(renamed.values()).items() if count > 1)
+    if twice:
+        raise Unsupported(f"the head at {path} has {', '.join(twice)} twice", fix=AGAIN)
     for file in files:
         with safe_open(file, "pt") as opened:
             for name in (n for n, where in places.items() if where == file and n in renamed):
