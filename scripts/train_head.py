@@ -370,6 +370,7 @@ def configs(
     shape = {name: whole[name] for name in kept.split() if name in whole}
     method = {"proposal_type": "greedy", "speculative_tokens": UNROLLED}
     sglang: dict[str, Any] = {**shape, "torch_dtype": "float16", "tie_word_embeddings": False}
+    sglang["rope_theta"] = head.config.theta  # SGLang 0.5.11 looks here
     speculators: dict[str, Any] = {
         "speculators_model_type": args.kind, "speculators_version": "0.9.0",
         "transformer_layer_config": shape,
