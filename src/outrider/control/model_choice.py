@@ -29,7 +29,11 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 class PassingDrafter(Drafter, Protocol):
-    """A drafter that runs passes of a model. The first pass reads the text that is new to it."""
+    """A drafter that runs passes of a model. The first pass reads the text that is new to it.
+
+    It may have one more attribute, `drafts_per_pass`: how deep the drafts of one pass go, if it is
+    more than one token.
+    """
 
     def unread(self, request: Request) -> int:
         """Return how many tokens of a request the next pass will read."""
@@ -79,6 +83,7 @@ class ModelChoice:
     ) -> None:
         self._model, self._acceptance, self._cost = model, acceptance, cost
         self.name, self._margin, self._clock = model.name, margin, clock
+        self._drafts_per_pass: int = getattr(model, "drafts_per_pass", 1)
         self._chances = acceptance.add(model.name, has_prior=True)
         assert self._chances.prior is not None
         self._prior = self._chances.prior
@@ -144,7 +149,7 @@ class ModelChoice:
         started = self._clock()
         proposal = self._model.propose(requests, asked)
         step.drafted = self._clock() - started
-        step.draft_passes = max(1, proposal.max_depth)  # one pass per depth
+        step.draft_passes = max(1, self._passes(proposal.max_depth))
         if not step.caught_up:
             self._cost.observe_drafting(step.draft_passes, len(users), step.unread, step.drafted)
         return proposal
@@ -158,6 +163,10 @@ class ModelChoice:
         row = (table[-1] - table[step.requests]) / most.sum()
         gain = goodput * float(self._cost.draft.seconds(users) + users * row)
         return min(gain, 0.99 * users)  # the first pass is always made
+
+    def _passes(self, depth: int) -> int:
+        """Return how many passes drafts of this depth take."""
+        return -(-depth // self._drafts_per_pass)
 
     def _chance(self, request: Request, confidence: float) -> float:
         """Return the chance of a draft, for the model to decide whether to go on.
@@ -207,8 +216,9 @@ class ModelChoice:
             if not users.any():
                 continue
             chains = np.concatenate([own[users, :depth].ravel(), survival[~users[owners]]])
-            passes = self._cost.drafting(depth, int(users.sum()), int(unread[users].sum()))
-            promised = best_goodput(chains, batch, seconds + passes)
+            passes = self._passes(depth)
+            drafting = self._cost.drafting(passes, int(users.sum()), int(unread[users].sum()))
+            promised = best_goodput(chains, batch, seconds + drafting)
             if promised > best:
                 best, found = promised, users
         return (best if found.any() else goodput), found

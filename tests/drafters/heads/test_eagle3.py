@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from by_hand import causal, mlp, norm
+from safetensors.torch import load_file, save_file
 
 from outrider.core import (
     Budget,
@@ -17,7 +18,14 @@ from outrider.core import (
     SamplingParams,
     Unsupported,
 )
-from outrider.drafters.heads import Eagle3Head, HeadConfig, HeadDrafter, kind_of, load_head
+from outrider.drafters.heads import (
+    Eagle3Head,
+    Eagle3Norms,
+    HeadConfig,
+    HeadDrafter,
+    kind_of,
+    load_head,
+)
 from outrider.drafters.heads.layers import HeadCache, SequencePass, frequencies
 
 SHAPE = {
@@ -44,33 +52,12 @@ def states():
 
 def by_hand(head, tokens, x):
     """Return g after every pair of one sequence, in one pass with loops for attention."""
-    layer, config = head.midlayer, head.config
-    e, s = layer.input_layernorm(head.embed_tokens(tokens)), layer.hidden_norm(x)
-    both = torch.cat([e, s], -1)
-    n, d = len(tokens), config.head_dim
-    q, k, v = (
-        f(both).view(n, -1, d)
-        for f in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-    )
-
-    def turn(y, position):  # Llama's rotary embedding: dimension j with j + d / 2
-        out = y.clone()
-        for j in range(d // 2):
-            angle = position * 10_000.0 ** (-2 * j / d)
-            a, b = y[..., j], y[..., j + d // 2]
-            out[..., j] = a * math.cos(angle) - b * math.sin(angle)
-            out[..., j + d // 2] = b * math.cos(angle) + a * math.sin(angle)
-        return out
-
-    q = torch.stack([turn(q[i], i + 1) for i in range(n)])
-    k = torch.stack([turn(k[i], i + 1) for i in range(n)])
-    mixed = torch.empty(n, 4, d)
-    for i in range(n):
-        for h in range(4):
-            share = ((k[: i + 1, h // 2] @ q[i, h]) / math.sqrt(d)).softmax(0)
-            mixed[i, h] = share @ v[: i + 1, h // 2]
-    h = x + layer.self_attn.o_proj(mixed.view(n, -1))
-    return h + layer.mlp(layer.post_attention_layernorm(h))
+    layer = head.midlayer
+    s = norm(x, layer.hidden_norm)
+    both = torch.cat([norm(head.embed_tokens(tokens), layer.input_layernorm), s], -1)
+    residual = s if head.norms.norm_before_residual else x
+    h = residual + causal(layer.self_attn, both, range(1, len(tokens) + 1))
+    return h + mlp(layer.mlp, norm(h, layer.post_attention_layernorm))
 
 
 @torch.inference_mode()
@@ -84,6 +71,104 @@ def test_a_pass_is_the_formula(head, states):
         found.append(head(tokens[rows], x[rows], rows + 1, attend))
         attend.keep()
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-5, rtol=1e-5)
+
+
+NORMS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+
+
+def with_norms(*names):
+    torch.manual_seed(3)
+    norms = Eagle3Norms(**dict.fromkeys(names, True))
+    made = Eagle3Head(HeadConfig.of(SHAPE), (2, 3, 5), 32, norms).eval()
+    made.d2t.copy_(D2T)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
+
+
+@pytest.mark.parametrize("names", [(n,) for n in NORMS] + [("fc_norm", "norm_output")])
+@torch.inference_mode()
+def test_further_norms_are_the_formula(names, states):
+    """What is put in the place of x, and the logits, over two steps."""
+    head = with_norms(*names)
+    f = states[:6]
+    if "fc_norm" in names:
+        f = torch.stack([norm(f[:, i], head.fc_norm[i]) for i in range(3)], 1)
+    f = f.flatten(1)
+    x = head.fc(norm(f, head.input_norm) if "norm_before_fc" in names else f)
+    torch.testing.assert_close(head.reduce(states[:6]), x, atol=1e-6, rtol=1e-5)
+    tokens = torch.tensor([4, 8, 15, 16, 23, 39])
+    cache = HeadCache()
+    first, own = SequencePass([cache], [6]), SequencePass([cache], [1])
+    g = head(tokens, x, torch.arange(1, 7), first)
+    first.keep()
+    again = head(tokens[:1], g[-1:], torch.tensor([7]), own)
+    one = by_hand(head, tokens, x)
+    next_x = norm(one, head.norm) if "norm_output" in names else one
+    two = by_hand(head, torch.cat([tokens, tokens[:1]]), torch.cat([x, next_x[-1:]]))[-1:]
+    for found, expected in ((g, one), (again, two)):
+        own_logits = norm(expected, head.norm) @ head.lm_head.weight.T
+        drafted = head.logits(found)[:, torch.arange(24) + D2T]
+        torch.testing.assert_close(drafted, own_logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("names", [NORMS[:1], NORMS[1:2], NORMS[2:], ()])
+@pytest.mark.parametrize("format_", ["specforge", "speculators", "legacy"])
+@torch.inference_mode()
+def test_further_norms_are_loaded(names, format_, states, tmp_path):
+    head = with_norms(*names)
+    config = {**(SPECULATORS if format_ == "speculators" else SPECFORGE)}
+    config |= dict.fromkeys(names, True)
+    path = write(head, tmp_path / "head", config, renamed=format_ == "speculators")
+    if format_ == "legacy":
+        weights = load_file(path / "model.safetensors")
+        old = {
+            "fc_norm.0": "aux_norm_low",
+            "fc_norm.1": "aux_norm_mid",
+            "fc_norm.2": "aux_norm_high",
+        }
+        weights = {f"{old.get(k[:9], k[:9])}{k[9:]}": v for k, v in weights.items()}
+        save_file(weights, path / "model.safetensors")
+        legacy = {k: v for k, v in config.items() if k != "fc_norm"}
+        legacy |= {"use_aux_norm": True} if "fc_norm" in names else {}
+        (path / "config.json").write_text(json.dumps(legacy))
+    found = load_head(path, head.embed_tokens.weight.detach(), LAYERS)
+    assert found.norms == head.norms
+    tokens = torch.arange(5)
+
+    def logits(one):
+        x = one.reduce(states[:5])
+        return one.logits(one(tokens, x, tokens + 1, SequencePass([HeadCache()], [5])))
+
+    torch.testing.assert_close(logits(found), logits(head))
+
+
+@torch.inference_mode()
+def test_speculators_heads_for_qwen3_normalise_queries_and_keys(head, states, tmp_path):
+    config = {**SPECULATORS, "transformer_layer_config": {**SHAPE, "model_type": "qwen3"}}
+    path = write(head, tmp_path / "bare", config, renamed=True)
+    with pytest.raises(Unsupported, match=r"missing midlayer\.self_attn\.k_norm\.weight"):
+        load_head(path, head.embed_tokens.weight.detach(), LAYERS)
+    own = {f"midlayer.self_attn.{n}_norm.weight": torch.full((8,), 1.5) for n in "qk"}
+    path = write(head, tmp_path / "head", config, renamed=True, **own)
+    found = load_head(path, head.embed_tokens.weight.detach(), LAYERS)
+    tokens, x = torch.arange(6), head.reduce(states[:6])
+    g = found(tokens, x, tokens + 1, SequencePass([HeadCache()], [6]))
+    torch.testing.assert_close(g, by_hand(found, tokens, x), atol=1e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_without_a_draft_vocabulary_the_output_may_be_the_targets(head, tmp_path):
+    config = {k: v for k, v in SPECFORGE.items() if k != "draft_vocab_size"}
+    path = write(head, tmp_path / "head", config, **{"lm_head.weight": None, "d2t": None})
+    output = torch.randn(40, 32)
+    embedding = head.embed_tokens.weight.detach()
+    found = load_head(path, embedding, LAYERS, lm_head=output)
+    assert torch.equal(found.lm_head.weight, output)
+    with pytest.raises(Unsupported, match=r"missing lm_head\.weight"):
+        load_head(path, embedding, LAYERS)
 
 
 @torch.inference_mode()
@@ -206,6 +291,10 @@ def test_refused_weights(changes, said, head, tmp_path):
         ({**SPECFORGE, "rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn'"),
         ({**SPECFORGE, "eagle_aux_hidden_state_layer_ids": [1, 2, 40]}, "a target with 6"),
         ({**SPECULATORS, "speculators_model_type": "dspark"}, "kind 'dspark'"),
+        ({**SPECFORGE, "architectures": ["Qwen2ForCausalLMEagle"]}, "'Qwen2ForCausalLMEagle'"),
+        ({**SPECFORGE, "num_hidden_layers": 2}, "has 2 layers"),
+        ({**SPECFORGE, "fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc"),
+        ({**SPECFORGE, "fc_norm": True}, r"missing fc_norm\.0\.weight"),
         ({"architectures": ["LlamaForCausalLM"]}, "not a head"),
         ([], "not an object"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "has no 'num_attention_heads'"),

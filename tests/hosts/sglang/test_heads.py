@@ -264,7 +264,7 @@ def test_kinds_of_draft_models(tmp_path):
 
 def test_layers_that_sglang_does_not_give_are_refused(tmp_path):
     assert heads.layers_to_capture([str(HEAD)], 4) == [1, 2, 3]
-    with pytest.raises(Unsupported, match="layers 1 to 2 only"):
+    with pytest.raises(Unsupported, match="layers 1 to 2, or"):
         heads.layers_to_capture([str(HEAD)], 3)
 
 
@@ -272,5 +272,9 @@ def test_hidden_states_for_callers_and_for_heads_are_two_things():
     args = SimpleNamespace(enable_return_hidden_states=True)
     with pytest.raises(Unsupported, match="--enable-return-hidden-states with a head"):
         settings._check_heads({"eagle3": str(HEAD)}, args)
+    with pytest.raises(Unsupported, match="the name 'ngram'"):
+        settings._check_heads({"ngram": str(HEAD)}, args)
+    with pytest.raises(Unsupported, match="DFlash head .* in SGLang"):
+        settings._check_heads({"mine": str(TINY / "dflash")}, args)
     with pytest.raises(Unsupported, match="not a head"):
         settings._check_heads({"mine": str(TARGET)}, args)

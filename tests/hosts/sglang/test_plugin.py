@@ -237,8 +237,8 @@ def test_profile(tmp_path, monkeypatch):
 def test_control_is_the_default():
     """It alone may decode plainly where drafts do not pay. A request may name the others."""
     assert Profile().drafter == "adaptive"
-    assert Profile().names(has_draft_model=True) == ["adaptive", "ngram", "model", "none"]
-    names = Profile().names(has_draft_model=False)
+    assert Profile().names("model") == ["adaptive", "ngram", "model", "none"]
+    names = Profile().names(None)
     assert names == ["adaptive", "ngram", "none"]
     made = Drafters.make(Profile(), names, vocab_size=9, model=None)
     assert made.control is not None

@@ -1,16 +1,14 @@
-"""Heads as people publish them: one loader for the formats of SpecForge/SGLang and speculators.
+"""Heads as people publish them: one loader for all kinds, in SGLang's format and speculators'.
 
-Both keep `config.json` beside safetensors. They differ in names, and in how they count the target's
-layers: SGLang's id j is the output of layer j (the first is 0), which is `hidden_states[j + 1]` in
-Transformers; speculators' id i is `hidden_states[i]`. Outrider counts as Transformers does.
-
-A tensor that is missing or unknown is an error that names it. Pickled weights are not read.
+Both keep `config.json` (see `formats`) beside safetensors. A tensor that is missing, unknown or of
+another shape is an error that names it. Pickled weights are not read.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,132 +16,179 @@ import torch
 from torch import Tensor
 
 from outrider.core import Unsupported
-from outrider.drafters.heads.eagle3 import Eagle3Head
+from outrider.drafters.heads.dflash import Block, DFlashHead
+from outrider.drafters.heads.eagle import EagleHead
+from outrider.drafters.heads.eagle3 import Eagle3Head, Eagle3Norms
+from outrider.drafters.heads.formats import (
+    KINDS,
+    MODEL,
+    WRONG_TARGET,
+    head_layers,
+    head_shape,
+    kind_of,
+    read_config,
+)
 from outrider.drafters.heads.layers import HeadConfig
+from outrider.drafters.heads.mtp import MTPHead, embedding_first, own_names
 
-SPECULATORS = "speculators_model_type"
-EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-"""Architectures of EAGLE-3 heads in the format of SpecForge and SGLang."""
+AnyHead = Eagle3Head | MTPHead | DFlashHead | EagleHead
 
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """What a checkpoint may hold that drafting has no use for: `t2d` follows from `d2t`."""
 
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the config.json of a directory."""
-    try:
-        found = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise Unsupported(f"{path}: {error}", fix="name a directory with config.json") from None
-    if not isinstance(found, dict):
-        raise Unsupported(f"{path}/config.json is not an object", fix="name a model's directory")
-    return found
-
-
-def kind_of(config: Mapping[str, Any]) -> str:
-    """Return what a config.json describes: "eagle3", or "model" for a causal language model."""
-    if SPECULATORS in config:
-        found = str(config[SPECULATORS])
-    else:
-        names = config.get("architectures") or [""]
-        found = "eagle3" if names[0] in EAGLE3 else "model"
-    if found not in ("eagle3", "model"):
-        raise Unsupported(f"a head of the kind {found!r}", fix="eagle3, or a causal language model")
-    return found
+AGAIN = "download the head again"
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @torch.inference_mode(mode=False)  # weights made in a caller's could not be used outside it
 def load_head(
-    path: str | Path, embedding: Tensor, num_layers: int, dtype: torch.dtype | None = None
-) -> Eagle3Head:
+    path: str | Path,
+    embedding: Tensor,
+    num_layers: int,
+    dtype: torch.dtype | None = None,
+    *,
+    lm_head: Tensor | None = None,
+    kind: str | None = None,
+) -> AnyHead:
     """Return the head in a directory, for a target.
 
     embedding: the target's, [V, H]; the head shares it unless it brings its own
     num_layers: of the target; says which layers' states are read if the checkpoint does not
     dtype: of the head's weights; the target's by default
+    lm_head: the target's, [V, H], for heads that do not bring their own
+    kind: what to read if the directory is that of a target which has a head within it: "mtp"
     """
     path = Path(path)
     config = read_config(path)
-    size, layers = head_shape(config, path), head_layers(config, num_layers)
-    given = _weights(path)
-    own = given.get("embed_tokens.weight")
-    used = embedding if own is None else own
-    if used.shape != (size.vocab_size, size.hidden_size):
-        raise Unsupported(
-            f"the head at {path} is for embeddings of {size.vocab_size} x {size.hidden_size}, and "
-            f"these are {used.shape[0]} x {used.shape[1]}",
-            fix="use the head with the target that it was trained for",
-        )
-    head = Eagle3Head(size, layers, used.shape[1])
-    given["embed_tokens.weight"] = used
+    found = kind_of(config)
+    within = found == MODEL and kind is not None
+    if kind is not None and kind not in (KINDS if found == MODEL else (found,)):
+        raise Unsupported(f"{path} as {kind!r}: it is a {found}", fix="leave the kind out")
+    kind = kind or found
+    size = head_shape(config, path, kind)
+    layers = head_layers(config, num_layers, kind)
+    given = _weights(path, _names_of(kind, within))
+    head = _make(kind, config, size, layers, given, path)
+    for name, shared in ((EMBEDDING, embedding), (LM_HEAD, lm_head)):
+        if name not in given and shared is not None and _may_share(name, head, config):
+            if shared.shape != (size.vocab_size, size.hidden_size):
+                raise Unsupported(
+                    f"the head at {path} is for embeddings of {size.vocab_size} x "
+                    f"{size.hidden_size}, and these are {shared.shape[0]} x {shared.shape[1]}",
+                    fix=WRONG_TARGET,
+                )
+            given[name] = shared
     _fill(head, given, path)
     return head.to(dtype or embedding.dtype).to(embedding.device).eval().requires_grad_(False)
 
 
-def head_shape(config: Mapping[str, Any], path: str | Path) -> HeadConfig:
-    """Return the shape of a head. path: where it is, for messages"""
-    kind = kind_of(config)
-    if kind == "model":
-        raise Unsupported(f"{path} is a {kind}, not a head", fix="load it as a draft model")
-    shape = dict(config)
-    if SPECULATORS in config:
-        shape = {**config.get("transformer_layer_config", {})}
-        shape["draft_vocab_size"] = config.get("draft_vocab_size")
-    try:
-        return HeadConfig.of(shape)
-    except KeyError as error:
-        fix = "complete it from the head's page"
-        raise Unsupported(f"{path}/config.json has no {error}", fix=fix) from None
+def _may_share(name: str, head: AnyHead, config: Mapping[str, Any]) -> bool:
+    """Say whether a tensor that the checkpoint lacks is the target's."""
+    if name == EMBEDDING or isinstance(head, (MTPHead, EagleHead)):
+        return True
+    whole = head.config.draft_vocab_size == head.config.vocab_size
+    # an EAGLE-3 head has its own, unless its config.json has no draft vocabulary (as in SGLang)
+    return whole and (isinstance(head, DFlashHead) or config.get("draft_vocab_size") is None)
 
 
-def head_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose states a head reads, as Transformers counts them.
-
-    num_layers: of the target
-    """
-    nested = config.get("eagle_config") or {}
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or nested.get(
-        "eagle_aux_hidden_state_layer_ids"
+def _make(
+    kind: str,
+    config: Mapping[str, Any],
+    size: HeadConfig,
+    layers: tuple[int, ...],
+    given: dict[str, Tensor],
+    path: Path,
+) -> AnyHead:
+    """Return a head of the kind, with weights to be filled in."""
+    if kind == "eagle3":
+        return Eagle3Head(size, layers, size.hidden_size, Eagle3Norms.of(config))
+    if kind == "dflash":
+        return DFlashHead(size, layers, Block.of(config, path))
+    if kind == "eagle":
+        return EagleHead(size, layers[0], bias="fc.bias" in given)
+    if "eh_proj.weight" not in given:
+        raise Unsupported(f"no MTP tensors in {path}", fix="name a directory that has them")
+    if config.get("model_type") == "mimo":
+        embedding_first(given)
+    attention = "layer.self_attn."
+    size = replace(
+        size,
+        qk_norm=f"{attention}q_norm.weight" in given,
+        attention_bias=f"{attention}q_proj.bias" in given,
+        output_bias=f"{attention}o_proj.bias" in given,
     )
-    found = [2, num_layers // 2, num_layers - 3]
-    if ids:
-        found = [int(i) + (0 if SPECULATORS in config else 1) for i in ids]
-    if not all(0 <= i <= num_layers for i in found):
-        raise Unsupported(
-            f"a head that reads layers {ids or found} of a target with {num_layers}",
-            fix="use the head with the target that it was trained for",
-        )
-    return tuple(found)
+    return MTPHead(size, layers[0])
 
 
-def _weights(path: Path) -> dict[str, Tensor]:
-    """Return all tensors of a directory, by the names of SpecForge."""
-    from safetensors.torch import load_file
+Naming = Callable[[list[str]], Mapping[str, str]]
+"""Maps the names of all tensors in a directory to ours; what is left out is not read."""
+
+
+def _names_of(kind: str, within: bool) -> Naming:
+    """Return how the tensors of a kind are named.
+
+    within: whether they are among those of a target, which are not the head's
+    """
+
+    def named(names: list[str]) -> Mapping[str, str]:
+        own = {name: name.removeprefix("model.") for name in names}
+        if kind == "eagle3":
+            return {name: _eagle3_name(ours) for name, ours in own.items()}
+        if kind == "mtp":
+            shared = {n: ours for n, ours in own.items() if ours in (EMBEDDING, LM_HEAD)}
+            return own_names(names) if within else {n: n for n in names} | shared | own_names(names)
+        return own
+
+    return named
+
+
+EAGLE3_NAMES = {
+    "layers.0.": "midlayer.",
+    "aux_norm_low.": "fc_norm.0.",
+    "aux_norm_mid.": "fc_norm.1.",
+    "aux_norm_high.": "fc_norm.2.",
+}
+"""Other names that EAGLE-3's tensors go by, and SpecForge's for them."""
+
+
+def _eagle3_name(name: str) -> str:
+    for theirs, ours in EAGLE3_NAMES.items():
+        if name.startswith(theirs):
+            return ours + name[len(theirs) :]
+    return name
+
+
+def _weights(path: Path, naming: Naming) -> dict[str, Tensor]:
+    """Return the head's tensors in a directory, by our names. Others are not read."""
+    from safetensors import safe_open
 
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise Unsupported(f"no safetensors in {path}", fix="convert the head's weights")
+    places: dict[str, Path] = {}
     found: dict[str, Tensor] = {}
     for file in files:
         try:
-            found |= load_file(file)
+            with safe_open(file, "pt") as opened:
+                places |= dict.fromkeys(opened.keys(), file)
         except Exception as error:  # a library's own class, without a base in common
-            raise Unsupported(f"{file}: {error}", fix="download the head again") from None
-    return {_name(name): tensor for name, tensor in found.items()}
+            raise Unsupported(f"{file}: {error}", fix=AGAIN) from None
+    renamed = naming([*places])
+    twice = sorted(ours for ours, count in Counter(renamed.values()).items() if count > 1)
+    if twice:
+        raise Unsupported(f"the head at {path} has {', '.join(twice)} twice", fix=AGAIN)
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in (n for n, where in places.items() if where == file and n in renamed):
+                found[renamed[name]] = opened.get_tensor(name)
+    return {name: tensor for name, tensor in found.items() if name not in UNUSED}
 
 
-def _name(name: str) -> str:
-    """Return SpecForge's name of a tensor; speculators calls the layer `layers.0`."""
-    name = name.removeprefix("model.")
-    return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
-
-
-def _fill(head: Eagle3Head, given: dict[str, Tensor], path: Path) -> None:
+def _fill(head: AnyHead, given: dict[str, Tensor], path: Path) -> None:
     """Give the head its weights. Every tensor must be there, be known, and have its shape."""
     expected = head.state_dict()
-    given = {name: tensor for name, tensor in given.items() if name not in UNUSED}
-    if "d2t" not in given and head.config.draft_vocab_size == head.config.vocab_size:
-        given["d2t"] = expected["d2t"]
+    if "d2t" in expected and head.config.draft_vocab_size == head.config.vocab_size:
+        given.setdefault("d2t", expected["d2t"])
     missing = sorted(expected.keys() - given.keys())
     unknown = sorted(given.keys() - expected.keys())
     wrong = sorted(
@@ -157,11 +202,11 @@ def _fill(head: Eagle3Head, given: dict[str, Tensor], path: Path) -> None:
         if names
     ]
     if said:
-        raise Unsupported(f"the head at {path}: {'; '.join(said)}", fix="use an EAGLE-3 head")
-    reach = torch.arange(len(given["d2t"])) + given["d2t"]
-    if ((reach < 0) | (reach >= head.config.vocab_size)).any():
-        raise Unsupported(
-            f"the head at {path}: d2t leaves the vocabulary", fix="download the head again"
-        )
+        kinds = "a checkpoint of this kind, complete and not quantized"
+        raise Unsupported(f"the {head.name} head at {path}: {'; '.join(said)}", fix=f"use {kinds}")
+    if "d2t" in expected:
+        reach = torch.arange(len(given["d2t"])) + given["d2t"]
+        if ((reach < 0) | (reach >= head.config.vocab_size)).any():
+            raise Unsupported(f"the head at {path}: d2t leaves the vocabulary", fix=AGAIN)
     for name, parameter in head.state_dict(keep_vars=True).items():
         parameter.data = given[name] if name == "d2t" else given[name].to(parameter.dtype)

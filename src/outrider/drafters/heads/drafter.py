@@ -13,26 +13,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from outrider.core import Outcome, Request
 from outrider.drafters.heads.layers import Attend, HeadCache, HeadConfig, SequencePass
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import DraftModel, ModelDrafter
 
 
-class Head(Protocol):
-    """A head that drafts one token a pass, from the target's states or from its own."""
+class StateReader(Protocol):
+    """What reads states of the target.
+
+    hidden_layers: whose states: see `Drafter`
+    """
 
     name: str
-    config: HeadConfig
     hidden_layers: tuple[int, ...]
 
     def reduce(self, states: Tensor) -> Tensor:
-        """Return what the head keeps of the target's states, [n, layers, H] -> [n, H]."""
+        """Return what is kept of the target's states, [n, layers, H] -> [n, H]."""
         ...
+
+
+class Head(StateReader, Protocol):
+    """A head that drafts one token a pass, from the target's states or from its own."""
+
+    config: HeadConfig
 
     def __call__(self, tokens: Tensor, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Read pairs of token and state. Return the states that follow, [N, H]."""
@@ -48,24 +56,20 @@ class Head(Protocol):
 
 
 @dataclass(eq=False)
-class HeadSequence:
-    """One request in the head.
-
-    The first token has no state before it, so it is no pair: it counts as read from the start.
+class ToldSequence:
+    """One request in a head: what is cached, and the target's states that are not read yet.
 
     x: states of the target, reduced; the first is that of the token at position `first`
-    own: the head's state after the last pair
     """
 
     cache: HeadCache = field(default_factory=HeadCache)
     x: Tensor | None = None
     first: int = 0
-    own: Tensor | None = None
 
     @property
     def length(self) -> int:
         """How many tokens are read."""
-        return self.cache.length + 1
+        return self.cache.length
 
     @property
     def known(self) -> int:
@@ -78,20 +82,45 @@ class HeadSequence:
             x, first = torch.cat([self.x, x]), self.first
         self.x, self.first = x, first
 
+    def next_states(self, count: int) -> Tensor:
+        """Return the target's states that are to be read next, [count, H]."""
+        assert self.x is not None
+        start = self.cache.length - self.first
+        return self.x[start : start + count]
+
     def drop_read(self) -> None:
-        """Forget the states of pairs that are read."""
+        """Forget the states that are read: cached row i was made of the state at position i."""
         if self.x is not None:
-            read = min(len(self.x), max(0, self.length - 1 - self.first))
+            read = min(len(self.x), max(0, self.cache.length - self.first))
             self.x, self.first = self.x[read:], self.first + read
+
+
+T = TypeVar("T", bound=ToldSequence)
+
+
+@dataclass(eq=False)
+class HeadSequence(ToldSequence):
+    """One request in a head that reads pairs. Pair i is the state at i and the token after it.
+
+    The first token has no state before it, so it is no pair: it counts as read from the start.
+
+    own: the head's state after the last pair
+    """
+
+    own: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens are read."""
+        return self.cache.length + 1
 
     def pairs(self, count: int) -> Tensor:
         """Return the states beside the next tokens: the target's, or the head's own after them."""
-        start = self.length - 1  # the state beside the token at position p is that of p - 1
-        if self.x is None or start >= self.known:
+        if self.cache.length >= self.known:
             assert self.own is not None
             assert count == 1, "drafts are read one by one"
             return self.own[None]
-        return self.x[start - self.first : start - self.first + count]
+        return self.next_states(count)
 
 
 class HeadModel:
@@ -136,13 +165,18 @@ class HeadModel:
         """Do nothing: the cache goes with the sequence."""
 
 
-class HeadDrafter(ModelDrafter[HeadSequence]):
-    """Drafts with a head of the target."""
+class StateDrafter(ModelDrafter[T]):
+    """Drafts from the target's states, which it keeps until the head has read them."""
 
     def __init__(
-        self, head: Head, vocab_size: int, min_survival: float = 0.3, siblings: int = 0
+        self,
+        model: DraftModel[T],
+        head: StateReader,
+        vocab_size: int,
+        min_survival: float,
+        siblings: int,
     ) -> None:
-        super().__init__(HeadModel(head), vocab_size, min_survival, siblings)
+        super().__init__(model, vocab_size, min_survival, siblings)
         self.name, self.hidden_layers, self._head = head.name, head.hidden_layers, head
 
     @torch.inference_mode()
@@ -166,4 +200,13 @@ class HeadDrafter(ModelDrafter[HeadSequence]):
 
     def _has_states(self, request: Request) -> bool:
         sequence = self._states[request.id].sequence
-        return sequence.first < sequence.length and sequence.known >= request.length - 1
+        return sequence.first <= sequence.cache.length and sequence.known >= request.length - 1
+
+
+class HeadDrafter(StateDrafter[HeadSequence]):
+    """Drafts with a head of the target, one token a pass."""
+
+    def __init__(
+        self, head: Head, vocab_size: int, min_survival: float = 0.3, siblings: int = 0
+    ) -> None:
+        super().__init__(HeadModel(head), head, vocab_size, min_survival, siblings)

@@ -18,12 +18,23 @@ from torch.nn import functional
 
 from outrider.core import Unsupported
 
+QWEN2 = ("qwen2", "mimo")
+"""Model types whose queries, keys and values have a bias that config.json does not mention."""
+
+NEXT = ("qwen3_next", "qwen3_5")
+"""Model types with gated attention, norms around 1, and a quarter of the dimensions turned."""
+
 
 @dataclass(frozen=True)
 class HeadConfig:
     """The shape of a head, from its config.json.
 
     theta, scaling: of the rotary embedding; `scaling` as Transformers writes it, {} without
+    rotary_dim: how many dimensions of a head are turned; the others stay
+    attention_bias, output_bias: whether the projections to and from attention have a bias
+    qk_norm: whether queries and keys are normalised, as in Qwen3
+    output_gate: whether attention's output is gated, as in Qwen3-Next: `q_proj` gives the gate too
+    norm_offset: added to the weights of norms: 1 where they are kept as a difference to 1
     """
 
     hidden_size: int
@@ -37,50 +48,76 @@ class HeadConfig:
     max_length: int
     vocab_size: int
     draft_vocab_size: int
+    num_layers: int = 1
+    rotary_dim: int = 0
     attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    output_gate: bool = False
+    norm_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.rotary_dim:
+            object.__setattr__(self, "rotary_dim", self.head_dim)
 
     @staticmethod
     def of(found: dict[str, Any]) -> HeadConfig:
-        """Read a config.json of Llama's family."""
+        """Read a config.json of Llama's or Qwen's family."""
         act = found.get("hidden_act", "silu")
         if act != "silu":
             raise Unsupported(f"a head with hidden_act {act!r}", fix="heads use silu")
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         heads = found["num_attention_heads"]
+        size = found.get("head_dim") or found["hidden_size"] // heads
+        kind = str(found.get("model_type", "llama"))
+        is_next = kind.startswith(NEXT)
+        turned = rope.get("partial_rotary_factor") or found.get("partial_rotary_factor")
+        bias = bool(found.get("attention_bias", False))
         return HeadConfig(
             hidden_size=found["hidden_size"],
             intermediate_size=found["intermediate_size"],
             num_heads=heads,
             num_kv_heads=found.get("num_key_value_heads") or heads,
-            head_dim=found.get("head_dim") or found["hidden_size"] // heads,
+            head_dim=size,
             norm_eps=found.get("rms_norm_eps", 1e-6),
             theta=rope.get("rope_theta") or found.get("rope_theta", 10_000.0),
             scaling=rope,
             max_length=found.get("max_position_embeddings", 2048),
             vocab_size=found["vocab_size"],
             draft_vocab_size=found.get("draft_vocab_size") or found["vocab_size"],
-            attention_bias=bool(found.get("attention_bias", False)),
+            num_layers=found.get("num_hidden_layers") or 1,
+            rotary_dim=int(size * (turned or (0.25 if is_next else 1.0))),
+            attention_bias=bias or kind in QWEN2,
+            output_bias=bias,
+            qk_norm=bool(found.get("use_qk_norm", kind.startswith("qwen3"))),
+            output_gate=is_next,
+            norm_offset=1.0 if is_next else 0.0,
         )
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32."""
+    """x / rms(x) * (weight + offset), the quotient in float32."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+        self.weight, self.eps, self.offset = (
+            nn.Parameter(torch.full((size,), 1 - offset)),
+            eps,
+            offset,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised rows."""
         wide = x.float()
-        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(
-            x.dtype
-        )
+        unit = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        if self.offset:
+            return (unit * (self.weight.float() + self.offset)).to(x.dtype)
+        return self.weight * unit.to(x.dtype)
 
 
 def frequencies(config: HeadConfig) -> Tensor:
-    """Return the angle that each pair of dimensions turns by per position, [head_dim / 2]."""
-    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    """Return the angle that each pair of dimensions turns by per position, [rotary_dim / 2]."""
+    pairs = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
     plain: Tensor = config.theta**-pairs
     scaling = config.scaling
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -99,7 +136,10 @@ def frequencies(config: HeadConfig) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn [N, heads, D] by angles, [N, D / 2]: dimension i pairs with i + D / 2."""
+    """Turn [N, heads, D] by angles, [N, R / 2]: dimension i < R / 2 pairs with i + R / 2."""
+    turned = 2 * angles.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([rotate(x[..., :turned], angles), x[..., turned:]], -1)
     cos = torch.cat([angles.cos()] * 2, -1)[:, None].to(x.dtype)
     sin = torch.cat([angles.sin()] * 2, -1)[:, None].to(x.dtype)
     first, second = x.chunk(2, -1)
@@ -129,18 +169,31 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.layer, bias = config, layer, config.attention_bias
         wide, narrow = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-        self.q_proj = nn.Linear(inputs, wide, bias=bias)
+        self.q_proj = nn.Linear(inputs, (1 + config.output_gate) * wide, bias=bias)
         self.k_proj = nn.Linear(inputs, narrow, bias=bias)
         self.v_proj = nn.Linear(inputs, narrow, bias=bias)
-        self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(wide, config.hidden_size, bias=config.output_bias)
+        if config.qk_norm:
+            size, eps, offset = config.head_dim, config.norm_eps, config.norm_offset
+            self.q_norm, self.k_norm = RMSNorm(size, eps, offset), RMSNorm(size, eps, offset)
+
+    def keys_values(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what rows are found by and what they give, [N, kv heads, D] each."""
+        shape = (len(x), -1, self.config.head_dim)
+        k, v = self.k_proj(x).view(shape), self.v_proj(x).view(shape)
+        return rotate(self.k_norm(k) if self.config.qk_norm else k, angles), v
 
     def forward(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
         """Return [N, H]."""
-        shape = (len(x), -1, self.config.head_dim)
-        q = rotate(self.q_proj(x).view(shape), angles)
-        k = rotate(self.k_proj(x).view(shape), angles)
-        v = self.v_proj(x).view(shape)
-        found: Tensor = self.o_proj(attend(self.layer, q, k, v).reshape(len(x), -1))
+        q = self.q_proj(x).view(len(x), self.config.num_heads, -1)
+        gate = None
+        if self.config.output_gate:  # of each head first the query, then the gate
+            q, gate = q.chunk(2, -1)
+        q = rotate(self.q_norm(q) if self.config.qk_norm else q, angles)
+        mixed = attend(self.layer, q, *self.keys_values(x, angles))
+        if gate is not None:
+            mixed = mixed * gate.sigmoid()
+        found: Tensor = self.o_proj(mixed.reshape(len(x), -1))
         return found
 
 
@@ -158,6 +211,42 @@ class MLP(nn.Module):
         """Return [N, H]."""
         found: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return found
+
+
+class DecoderLayer(nn.Module):
+    """Llama's layer: h = x + attention(norm(x)), then h + mlp(norm(h)).
+
+    input_norm: whether attention's input is normalised
+    """
+
+    def __init__(self, config: HeadConfig, layer: int = 0, input_norm: bool = True) -> None:
+        super().__init__()
+        size, eps, offset = config.hidden_size, config.norm_eps, config.norm_offset
+        if input_norm:
+            self.input_layernorm: nn.Module = RMSNorm(size, eps, offset)
+        else:
+            self.input_layernorm = nn.Identity()
+        self.post_attention_layernorm = RMSNorm(size, eps, offset)
+        self.self_attn, self.mlp = Attention(config, size, layer), MLP(config)
+
+    def forward(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
+        """Return [N, H]."""
+        h = x + self.self_attn(self.input_layernorm(x), angles, attend)
+        found: Tensor = h + self.mlp(self.post_attention_layernorm(h))
+        return found
+
+
+def spread(own: Tensor, d2t: Tensor, vocab_size: int) -> Tensor:
+    """Return logits of the draft vocabulary over the target's, -inf for what it lacks, [n, V].
+
+    d2t: [draft vocabulary] draft id i is target id i + d2t[i]
+    """
+    own = own.float()
+    if len(d2t) == vocab_size and not d2t.any():
+        return own
+    found = own.new_full((len(own), vocab_size), -math.inf)
+    found[:, torch.arange(len(d2t), device=own.device) + d2t] = own
+    return found
 
 
 class HeadCache:

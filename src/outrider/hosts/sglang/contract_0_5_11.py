@@ -55,6 +55,7 @@ CALLS: dict[str, str] = {
         "self bs req_pool_indices seq_lens seq_lens_sum encoder_lens forward_mode spec_info "
         "seq_lens_cpu"
     ),
+    "distributed.parallel_state.GroupCoordinator.all_gather": "self input_ dim output_tensor_list",
     "distributed.parallel_state.GroupCoordinator.broadcast": "self input_ src",
     "layers.dp_attention.get_attention_tp_size": "",
     "layers.logits_processor.LogitsProcessor._compute_lm_head": (

@@ -52,6 +52,7 @@ CALLS: dict[str, str] = {
     f"{_BACKEND}.init_cuda_graph_state": ("self max_bs max_num_tokens"),
     f"{_BACKEND}.init_forward_metadata_out_graph": "self forward_batch in_capture",
     f"{_BACKEND}.shared_read_ends": "self fm",
+    "distributed.parallel_state.GroupCoordinator.all_gather": "self input_ dim output_tensor_list",
     "distributed.parallel_state.GroupCoordinator.broadcast": "self input_ src",
     "layers.logits_processor.LogitsProcessor._compute_lm_head": (
         "self hidden_states lm_head embedding_bias out"

@@ -32,6 +32,7 @@ from torch.nn import functional
 from outrider.core import Ints, Outcome, Unsupported
 from outrider.drafters import ModelDrafter
 from outrider.drafters.heads import (
+    DFlashHead,
     Head,
     HeadConfig,
     head_layers,
@@ -93,16 +94,15 @@ def head_paths(profile: Profile, server_args: Any) -> dict[str, str]:
 
 def layers_to_capture(paths: Sequence[str], num_layers: int) -> list[int]:
     """Return the layers whose states these heads read, as Transformers counts them, in order."""
-    found: set[int] = set()
-    for path in paths:
-        mine = head_layers(read_config(folder_of(path)), num_layers)
-        if not all(0 < i < num_layers for i in mine):
-            raise Unsupported(
-                f"the head {path}, which reads layers {list(mine)}",
-                fix=f"SGLang gives the states of layers 1 to {num_layers - 1} only",
-            )
-        found |= {*mine}
-    return sorted(found)
+    read = {path: head_layers(read_config(folder_of(path)), num_layers) for path in paths}
+    found = sorted({layer for layers in read.values() for layer in layers})
+    if found != [num_layers] and not all(0 < i < num_layers for i in found):
+        said = "; ".join(f"{path} reads layers {list(layers)}" for path, layers in read.items())
+        raise Unsupported(
+            f"these heads together: {said}",
+            fix=f"SGLang gives the states of layers 1 to {num_layers - 1}, or those of the last",
+        )
+    return found
 
 
 def capture_states(runner: Any) -> None:
@@ -115,14 +115,15 @@ def capture_states(runner: Any) -> None:
         return
     model, name = runner.model, type(runner.model).__name__
     try:
-        if not hasattr(model, "set_eagle3_layers_to_capture"):
-            raise Unsupported(
-                f"a head with {name}", fix="SGLang gives no hidden states of this model"
-            )
         layers = layers_to_capture([*paths.values()], _num_layers(runner))
+        if layers != [_num_layers(runner)]:
+            if not hasattr(model, "set_eagle3_layers_to_capture"):
+                raise Unsupported(
+                    f"a head with {name}", fix="SGLang gives no hidden states of this model"
+                )
+            model.set_eagle3_layers_to_capture([i - 1 for i in layers])  # it counts outputs
     except Unsupported as error:
         raise SystemExit(f"outrider: {error}") from error
-    model.set_eagle3_layers_to_capture([i - 1 for i in layers])  # it counts layers' outputs
     host().return_states(runner)
 
 
@@ -139,16 +140,19 @@ def load_heads(paths: dict[str, str], runner: Any, ranks: Ranks) -> dict[str, Sg
     """Return the heads by name; None on ranks other than 0, which drafts. All ranks must call."""
     if not paths:
         return {}
-    config = runner.model_config
-    embedding = _embedding(runner.model, config.vocab_size, ranks)
-    num_layers = _num_layers(runner)
+    model, num_layers = runner.model, _num_layers(runner)
+    embedding, lm_head = (
+        ranks.whole(module.weight)[: runner.model_config.vocab_size]
+        for module in (model.get_input_embeddings(), model.lm_head)
+    )
     captured = layers_to_capture([*paths.values()], num_layers)
     heads: dict[str, SglangHead | None] = dict.fromkeys(paths)
     for name, path in paths.items() if ranks.leads else ():
-        head = load_head(folder_of(path), embedding, num_layers)
+        head = load_head(folder_of(path), embedding, num_layers, lm_head=lm_head)
+        assert not isinstance(head, DFlashHead), "refused when the arguments were checked"
         heads[name] = made = SglangHead(head, runner, captured)
         logger.info(
-            "head %s (%s, %s): %.2f GiB of weights beside the embedding, %.2f GiB of states and "
+            "head %s (%s, %s): %.2f GiB of weights of its own, %.2f GiB of states and "
             "cache", name, head.name, path, made.weight_bytes / 2**30, made.pool_bytes / 2**30,
         )  # fmt: skip
     return heads
@@ -156,17 +160,6 @@ def load_heads(paths: dict[str, str], runner: Any, ranks: Ranks) -> dict[str, Sg
 
 def _num_layers(runner: Any) -> int:
     return int(runner.model_config.num_hidden_layers)
-
-
-@torch.inference_mode()
-def _embedding(model: Any, vocab_size: int, ranks: Ranks) -> Tensor:
-    """Return the target's embedding, [V, H]: its own, or put together if ranks share it."""
-    module = model.get_input_embeddings()
-    if ranks.alone:
-        weight: Tensor = module.weight[:vocab_size]
-        return weight
-    whole: Tensor = module(torch.arange(vocab_size, device=module.weight.device))
-    return whole
 
 
 class SglangHead(SlotSequences):
@@ -187,7 +180,8 @@ class SglangHead(SlotSequences):
         self._num_captured = len(captured)
         self._columns = [captured.index(i) for i in head.hidden_layers]
         num_slots = runner.token_to_kv_pool_allocator.size + runner.page_size
-        weights = [w for name, w in head.state_dict().items() if name != "embed_tokens.weight"]
+        shared = ("embed_tokens.weight", "lm_head.weight")[: 1 + (head.name != "eagle3")]
+        weights = [w for name, w in head.state_dict().items() if name not in shared]
         device = self._table.device
         dtype = next(w.dtype for w in weights if w.is_floating_point())
         self._x = torch.zeros(num_slots, config.hidden_size, dtype=dtype, device=device)

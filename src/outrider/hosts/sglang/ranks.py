@@ -55,6 +55,13 @@ class Ranks:
             self._group.broadcast(tokens, src=0)
         return tokens
 
+    def whole(self, weight: Tensor) -> Tensor:
+        """Return a weight whose first dimension is shared among the ranks. All ranks must ask."""
+        if self.alone:
+            return weight
+        found: Tensor = self._group.all_gather(weight.data, dim=0)
+        return found
+
     def any(self, flag: bool) -> bool:
         """Say whether any rank says so. All ranks must ask."""
         if self.alone:

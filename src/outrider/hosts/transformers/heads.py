@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from outrider.drafters.heads import HeadDrafter, kind_of, load_head, read_config
+from outrider.core import Unsupported
+from outrider.drafters.heads import (
+    DFlashDrafter,
+    DFlashHead,
+    HeadDrafter,
+    kind_of,
+    load_head,
+    read_config,
+)
 
 
 @dataclass(frozen=True)
@@ -20,26 +28,45 @@ class HeadFile:
     kind: str
     dtype: torch.dtype | None = None
 
-    def drafter(self, model: PreTrainedModel, vocab_size: int, **options: Any) -> HeadDrafter:
-        """Return a drafter with this head, for the target. options: of `HeadDrafter`"""
-        embedding = model.get_input_embeddings().weight
-        layers = int(model.config.get_text_config().num_hidden_layers)
-        head = load_head(self.path, embedding.detach(), layers, self.dtype)
+    def drafter(
+        self, model: PreTrainedModel, vocab_size: int, **options: Any
+    ) -> HeadDrafter | DFlashDrafter:
+        """Return a drafter with this head, for the target.
+
+        options: of `HeadDrafter` and `DFlashDrafter`
+        """
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        head = load_head(
+            self.path,
+            embedding.weight.detach(),
+            int(model.config.get_text_config().num_hidden_layers),
+            self.dtype,
+            lm_head=None if output is None else output.weight.detach(),
+            kind=self.kind,
+        )
+        if isinstance(head, DFlashHead):
+            return DFlashDrafter(head, vocab_size, **options)
         return HeadDrafter(head, vocab_size, **options)
 
 
-def load_drafter(path: str | Path, dtype: torch.dtype | None = None) -> PreTrainedModel | HeadFile:
+def load_drafter(
+    path: str | Path, dtype: torch.dtype | None = None, *, kind: str | None = None
+) -> PreTrainedModel | HeadFile:
     """Return what drafts, from a directory: pass it to `generate` as `drafter`.
 
-    Its config.json says what it is: a causal language model, or an EAGLE-3 head in the format of
-    SpecForge and SGLang or of speculators.
+    Its config.json says what it is: a causal language model, or a head (EAGLE-3, MTP, DFlash,
+    EAGLE) in the format of SGLang or of speculators.
 
     path: the directory
     dtype: of its weights; by default that of a model's config.json, and of a head's target
+    kind: "mtp" reads the MTP layer that is among the target's own weights; path is then the
+        target's directory
     """
     folder = Path(path)
-    kind = kind_of(read_config(folder))
-    if kind != "model":
-        return HeadFile(folder, kind, dtype)
-    found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
-    return found.eval()
+    found = kind_of(read_config(folder))
+    if kind not in (None, "mtp", found):
+        raise Unsupported(f"{folder} as {kind!r}: it is a {found}", fix="leave the kind out")
+    if (kind or found) != "model":
+        return HeadFile(folder, kind or found, dtype)
+    made: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+    return made.eval()

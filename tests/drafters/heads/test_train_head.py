@@ -1,0 +1,101 @@
+"""`scripts/train_head.py`: what it writes can be loaded, and what it misses it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.drafters.heads import kind_of, load_head
+
+ROOT = Path(__file__).parents[3]
+TARGET = Path(str(files("outrider"))) / "assets" / "tiny" / "target"
+TEXT = "Once there was an outrider called Anna. Anna had a mare called Fern. " * 20
+
+
+@pytest.fixture(scope="module")
+def script():
+    pytest.importorskip("transformers")
+    spec = importlib.util.spec_from_file_location("train_head", ROOT / "scripts" / "train_head.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def train(script, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+
+    def run(*args, model=TARGET, steps=2):
+        out = tmp_path / "head"
+        fixed = [str(model), "--out", str(out), "--steps", str(steps), "--length", "40"]
+        monkeypatch.setattr(sys, "argv", ["train_head", *fixed, "--text", str(text), *args])
+        script.main()
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
+def test_what_it_writes_is_a_head(kind, train, shared):
+    out = train("--kind", kind)
+    folders = [out] if kind == "mtp" else [out, out / "speculators"]
+    heads = [load_head(folder, shared, 4, lm_head=shared) for folder in folders]
+    assert {kind_of(json.loads((f / "config.json").read_text())) for f in folders} == {kind}
+    for other in heads[1:]:
+        assert other.hidden_layers == heads[0].hidden_layers
+        for name, tensor in heads[0].state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name]), name
+    assert "head" in (out / "README.md").read_text()
+    if importlib.util.find_spec("matplotlib"):
+        assert (out / "loss.svg").read_text().startswith("<?xml")
+
+
+def test_training_goes_on_where_it_stopped(train):
+    out = train("--kind", "mtp", steps=2)
+    train("--kind", "mtp", steps=3)
+    assert torch.load(out / "training.pt")["done"] == 3
+
+
+def test_a_draft_vocabulary_is_the_most_frequent_tokens(train, shared):
+    out = train("--draft-vocab", "20")
+    head = load_head(out, shared, 4)
+    drafted = torch.arange(20) + head.d2t
+    assert len(head.lm_head.weight) == 20
+    assert len(set(drafted.tolist())) == 20
+    t2d = load_file(out / "model.safetensors")["t2d"]
+    assert t2d.nonzero()[:, 0].tolist() == drafted.tolist()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--text", "missing.txt"], "no text at missing.txt"),
+        (["--length", "2000"], "fewer than 2000 tokens"),
+        (["--kind", "mtp", "--draft-vocab", "9"], "--draft-vocab is for --kind eagle3"),
+        (["--layers", "2"], "--layers is for --kind dflash"),
+        (["--kind", "dflash", "--block", "1"], "--block must be at least 2"),
+    ],
+)
+def test_what_it_misses_it_says(args, said, train, capsys):
+    with pytest.raises(SystemExit):
+        train(*args)
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_model_is_named(train, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        train(model=tmp_path / "nowhere")
+    assert "no model at" in capsys.readouterr().err
