@@ -92,7 +92,7 @@ def leader(model, monkeypatch):
     monkeypatch.setattr(SglangDraftModel, "_prefill", lambda self, *lists: lists)
     model._ranks = Told()
     req = Req(4)
-    model._note_prefill(batch((req, 0, 30)), is_read=True)
+    model.note_prefill(batch((req, 0, 30)), is_read=True)
     model.bind(None)
     return model, model.open(SimpleNamespace(req=req)), model._ranks.told
 

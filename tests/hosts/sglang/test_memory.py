@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 
-from outrider.hosts.sglang import hooks, host_0_5_11, memory
+from outrider.hosts.sglang import heads, hooks, host_0_5_11, memory
 from outrider.hosts.sglang.worker import OutriderWorker
 
 QWEN = 151_936
@@ -104,6 +104,7 @@ def test_a_token_costs_both_caches(monkeypatch):
         return config
 
     monkeypatch.setattr(ModelConfig, "from_server_args", staticmethod(load))
+    monkeypatch.setattr(heads, "draft_kind", lambda path: path and "model")
     monkeypatch.setattr("sglang.srt.layers.dp_attention.get_attention_tp_size", lambda: 2)
 
     def cell(**others):

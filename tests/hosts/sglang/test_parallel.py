@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import parity
 import pytest
 import sglang
 import workload
 from server import accepted
 
+TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
+TINY_TEXTS = [
+    "The outrider rides ahead of the",
+    "Look twice at the water and once at the sky, and then",
+]
 FLAGS = [
     *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
     *("--max-total-tokens", "1024", "--max-running-requests", "8", "--enable-metrics"),
@@ -83,6 +90,25 @@ def plain(two_ranks):
     """What ranks that do not misbehave answer, without drafts."""
     with two_ranks("tp-plain") as server:
         return ask_greedy(server, max_drafts=0)[0]
+
+
+def test_rank_0_has_the_head(launch):
+    """It has the target's states, and its embedding put together. It alone drafts."""
+    flags, environment = PARALLEL["tp"]
+    flags = [*FLAGS, *flags, "--speculative-draft-model-path", str(TINY / "head")]
+    with launch("heads-tp", TINY / "target", *flags, **environment) as server:
+
+        def ask(**wishes):
+            params = {"temperature": 0, "max_new_tokens": 40}
+            params["custom_params"] = {"outrider": wishes}
+            bodies = [{"text": text, "sampling_params": params} for text in TINY_TEXTS]
+            return server.ask_all([("/generate", body) for body in bodies], 3)
+
+        plain, drafted = ask(max_drafts=0), ask(drafter="eagle3")
+        assert [a["output_ids"] for a in drafted] == [a["output_ids"] for a in plain]
+        steps = sum(a["meta_info"]["spec_verify_ct"] for a in drafted)
+        assert sum(accepted(a["meta_info"]) for a in drafted) > 2 * steps
+        server.settle_down()
 
 
 @pytest.mark.parametrize("what", ["raising", "perturbed"])

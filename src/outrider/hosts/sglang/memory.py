@@ -67,9 +67,8 @@ def draft_cell_bytes(runner: Any) -> int:
     from outrider.hosts.sglang.heads import draft_kind, head_cell_bytes, head_paths
 
     args = host().arguments(runner.server_args)
-    itemsize = runner.model_config.dtype.itemsize
     paths = head_paths(load_profile(), args).values()
-    heads = sum(head_cell_bytes(path, itemsize) for path in paths)
+    heads = sum(head_cell_bytes(path, runner.model_config.dtype.itemsize) for path in paths)
     is_model = draft_kind(args.speculative_draft_model_path) == MODEL
     return heads + (_model_cell_bytes(runner, args) if is_model else 0)
 
