@@ -57,7 +57,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
         return ARCHITECTURES[name]
     if name.endswith(("NextN", "MTP")):  # which layout it has, its tensors tell
         return "mtp"
-    if "Eagle" in name or "DFlash" in name:
+    if ("Eagle" in name and "CausalLM" in name) or "DFlash" in name:
         known = ", ".join(ARCHITECTURES)
         raise Unsupported(f"a head of the kind {name!r}", fix=f"use {known}, ...NextN or ...MTP")
     return MODEL
