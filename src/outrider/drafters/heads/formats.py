@@ -115,7 +115,8 @@ def head_layers(
         where, key = config.get("dflash_config"), "target_layer_ids"
         if SPECULATORS in config:
             key = "aux_hidden_state_layer_ids"
-        found = _spaced(num_layers, int(config.get("num_hidden_layers", 1)))
+        else:
+            found = _spaced(num_layers, int(config.get("num_hidden_layers") or 1))
     ids = config.get(key) or (where or {}).get(key)
     if ids:
         found = [int(i) + (0 if SPECULATORS in config else 1) for i in ids]
