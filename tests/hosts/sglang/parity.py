@@ -80,10 +80,11 @@ def _tokens(answer):
     return answer["meta_info"]["completion_tokens"]
 
 
-def profile(folder):
+def profile(folder, drafters=DRAFTERS, **more):
     """Write a profile with all drafters. Returns the environment that names it."""
     path = Path(folder) / "drafters.yaml"
-    path.write_text(json.dumps({"drafter": "adaptive", "draft_bits": 4, "drafters": DRAFTERS}))
+    more = more or {"draft_bits": 4}
+    path.write_text(json.dumps({"drafter": "adaptive", "drafters": drafters, **more}))
     return {"OUTRIDER_CONFIG": str(path)}
 
 
@@ -104,14 +105,14 @@ def noisy(model, path, noise=0.1):
     return path
 
 
-def with_drafters(wishes):
+def with_drafters(wishes, drafters=DRAFTERS):
     """Let each request that can say so choose a drafter, one after the other."""
     chosen = []
     for i, wish in enumerate(wishes):
         body = copy.deepcopy(wish.body)
         if wish.path == "/generate":
             params = body["sampling_params"].setdefault("custom_params", {})
-            params["outrider"] = {"drafter": [*DRAFTERS][i % len(DRAFTERS)]}
+            params["outrider"] = {"drafter": [*drafters][i % len(drafters)]}
         chosen.append(dataclasses.replace(wish, body=body))
     return chosen
 
@@ -188,7 +189,7 @@ def seeded_phases(model, count, max_new, processor):
     ]
 
 
-def compare_seeded(bare, ours, phases, concurrencies=(16,)):
+def compare_seeded(bare, ours, phases, concurrencies=(16,), drafters=DRAFTERS):
     """Ask bare SGLang phase by phase, and ours, of all drafters, for all of it at once.
 
     concurrencies: the requests are shared among these, one after the other
@@ -198,7 +199,7 @@ def compare_seeded(bare, ours, phases, concurrencies=(16,)):
     order = [(p, i) for p, phase in enumerate(phases) for i in range(len(phase))]
     random.Random(5).shuffle(order)
     mixed = [phases[p][i] for p, i in order]
-    asked, answers = with_drafters(mixed), []
+    asked, answers = with_drafters(mixed, drafters), []
     for turn, concurrency in enumerate(concurrencies, start=1):
         most = len(asked) * turn // len(concurrencies)
         answers += ask_in_a_storm(ours, asked[len(answers) : most], concurrency)

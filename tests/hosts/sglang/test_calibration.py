@@ -91,7 +91,7 @@ def setting(monkeypatch):
     )
     monkeypatch.setattr(timed_pass, "__defaults__", (device.clock,))
 
-    def run_target(few, is_verify):
+    def run_target(few):
         logits = device.launch(seconds(few.rows), few.rows)
         return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits))
 
@@ -105,11 +105,13 @@ def setting(monkeypatch):
         seq_lens_cpu=torch.tensor([17]),
         token_to_kv_pool_allocator=Pool(),
     )
-    target = SimpleNamespace(forward_batch_generation=run_target)
     ranks = Ranks(SimpleNamespace(rank_in_group=0, world_size=1))
     model = SimpleNamespace(run=run_draft)
-    drafters = Drafters(None, {}, model, adaptive_drafter(), ranks, wants_calibration=True)
-    return device, batch, target, drafters
+    drafters = Drafters(
+        *(None, {}, model, adaptive_drafter(), ranks), readers=[(model, {"adaptive"})],
+        wants_calibration=True,
+    )  # fmt: skip
+    return device, batch, run_target, drafters
 
 
 def test_calibrated_times_are_those_of_the_passes(setting):

@@ -225,8 +225,8 @@ def test_profile(tmp_path, monkeypatch):
     path.write_text("drafter: ngram\ndrafters:\n  ngram: {min_n: 1}\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
     assert load_profile().drafters == {"ngram": {"min_n": 1}}
-    assert load_profile().names(has_draft_model=True) == ["ngram", "model", "none"]
-    assert Profile().default_drafter(has_draft_model=True) == "model"
+    assert load_profile().names("model") == ["ngram", "model", "none"]
+    assert Profile().default_drafter("model") == "model"
     other = tmp_path / "other.yaml"
     other.write_text("drafter: model\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(other))

@@ -11,9 +11,9 @@ the request has no drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,10 @@ class Head(StateReader, Protocol):
 
     def logits(self, g: Tensor) -> Tensor:
         """Return logits over the target's vocabulary, [n, V]."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return its weights by name."""
         ...
 
 

@@ -38,7 +38,7 @@ def timed_pass(run: Callable[[], Tensor], clock: Callable[[], float] = time.perf
 
 
 def calibrate(
-    batch: Any, plain: Any, target_worker: Any, drafters: Drafters, max_rows: int
+    batch: Any, plain: Any, run: Callable[[Any], Any], drafters: Drafters, max_rows: int
 ) -> None:
     """Tell control how long passes of several sizes take, so that it need not begin by guessing.
 
@@ -46,6 +46,7 @@ def calibrate(
     any rank ends it on all of them.
 
     batch, plain: the host's decode batch, and the same as its workers take it
+    run: runs the target over a batch
     """
     drafters.wants_calibration = False
     pool, started = batch.token_to_kv_pool_allocator, time.perf_counter()
@@ -53,7 +54,7 @@ def calibrate(
     slots = pool.alloc(most)
     if slots is None:
         return
-    timing = _Timing(batch, plain, target_worker, drafters, slots)
+    timing = _Timing(batch, plain, run, drafters, slots)
     try:
         timing.passes(1)  # warms up, and waits for what is queued
         for count in (size for size in SIZES if size <= most):
@@ -81,14 +82,19 @@ class _Timing:
     """Times passes of the target and of the draft model."""
 
     def __init__(
-        self, batch: Any, plain: Any, target_worker: Any, drafters: Drafters, slots: Tensor
+        self,
+        batch: Any,
+        plain: Any,
+        run: Callable[[Any], Any],
+        drafters: Drafters,
+        slots: Tensor,
     ) -> None:
         self._batch, self._plain, self._slots = batch, plain, slots
-        self._target, self._drafters = target_worker, drafters
+        self._run, self._drafters = run, drafters
 
     def passes(self, count: int) -> tuple[float, float | None]:
         """Return the seconds of a pass of so many rows: of the target, and of the draft model."""
-        model = self._drafters.model
+        model = self._drafters.timed
         seconds = self._agreed(self._target_logits, count)
         return seconds, None if model is None else self._agreed(model.run, count)
 
@@ -113,6 +119,5 @@ class _Timing:
         return rows
 
     def _target_logits(self, rows: Any) -> Tensor:
-        result = self._target.forward_batch_generation(rows, is_verify=True)
-        logits: Tensor = result.logits_output.next_token_logits
+        logits: Tensor = self._run(rows).logits_output.next_token_logits
         return logits

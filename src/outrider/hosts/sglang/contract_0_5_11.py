@@ -32,6 +32,7 @@ HOOKS: dict[str, str] = {
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
     "utils.common.support_triton": "backend",
     "model_executor.cuda_graph_runner.CudaGraphRunner.can_run": "self forward_batch",
+    "model_executor.model_runner.ModelRunner.init_aux_hidden_state_capture": "self",
     "layers.utils.hash.murmur_hash32": "seed positions col_indices",
 }
 """What we hook, with its parameters."""
@@ -146,7 +147,7 @@ FIELDS: dict[str, str] = {
         "pp_size page_size disaggregation_mode enable_dp_attention enable_hierarchical_cache "
         "enable_lora lora_paths enable_two_batch_overlap enable_pdmux enable_hisparse "
         "dllm_algorithm is_embedding speculative_adaptive speculative_token_map "
-        "enable_multi_layer_eagle tp_size model_path"
+        "enable_multi_layer_eagle tp_size model_path enable_return_hidden_states"
     ),
 }
 """What we read or replace in the host's dataclasses."""

@@ -27,6 +27,10 @@ HOOKS: dict[str, str] = {
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
     "model_executor.runner.eager_runner.get_eager_max_batch_size": "max_batch_size",
     "utils.common.support_triton": "backend",
+    "arg_groups.speculative_hook._resolve_speculative_algorithm_alias": (
+        "speculative_algorithm speculative_draft_model_path trust_remote_code kwargs"
+    ),
+    "arg_groups.boundary_reduction.resolve_boundary_reduction": "view",
     "layers.sampler.murmur_hash32": "seed positions col_indices",
 }
 """What we hook, with its parameters."""
@@ -37,6 +41,8 @@ CALLS: dict[str, str] = {
     ),
     "runtime_context.get_server_args": "",
     "runtime_context.get_parallel": "",
+    "runtime_context.get_context": "",
+    "runtime_context.RuntimeContext.override": "self source **",
     "arg_groups.overrides.resolving_view": "server_args",
     "server_args.add_attention_backend_choices": "iterable",
     "server_args.add_deterministic_attention_backend_choices": "iterable",
@@ -119,6 +125,7 @@ CALLS: dict[str, str] = {
 
 FIELDS: dict[str, str] = {
     "managers.tokenizer_manager.ReqState": "out_list obj",
+    "arg_groups.fields.exec_.ExecFeatures": "enable_return_hidden_states",
     "sampling.sampling_params.SamplingParams": "custom_params stop_strs stream_interval",
     "sampling.sampling_batch_info.ProcessorEntry": "rows indices",
     "managers.utils.GenerationBatchResult": (
@@ -151,7 +158,7 @@ FIELDS: dict[str, str] = {
         "pp_size page_size disaggregation_mode enable_dp_attention enable_hierarchical_cache "
         "enable_lora lora_paths enable_two_batch_overlap enable_pdmux enable_hisparse "
         "dllm_algorithm is_embedding speculative_adaptive speculative_token_map "
-        "enable_multi_layer_eagle tp_size model_path"
+        "enable_multi_layer_eagle tp_size model_path enable_return_hidden_states"
     ),
 }
 """What we read or replace in the host's dataclasses."""

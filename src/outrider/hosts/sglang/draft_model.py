@@ -9,35 +9,21 @@ written (its request had opted out, or drafting was at rest) makes poor drafts, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
-from outrider.core import Request
 from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.ranks import Message, Ranks
 from outrider.hosts.sglang.rows import decode_rows
+from outrider.hosts.sglang.sequences import DraftSequence, SlotSequences
 
 
-@dataclass
-class DraftSequence:
-    """One request's sequence: its index in `req_to_token`, and how much is cached."""
-
-    req_pool_idx: int
-    length: int
-
-
-class SglangDraftModel:
+class SglangDraftModel(SlotSequences):
     """Runs the draft model over rows, as decode batches, and catches up by prefill batches.
-
-    What it has read of a request stays known as long as the host knows the request, also when the
-    drafter is told to forget it (after a fault). The slots of a request change only with its
-    prefill, which passes here too, read or skipped.
 
     With tensor parallelism, rank 0 tells the others of each pass, who `follow`.
 
@@ -51,11 +37,11 @@ class SglangDraftModel:
     max_catch_up = 512
 
     def __init__(self, worker: TpModelWorker, max_rows: int, ranks: Ranks | None = None) -> None:
+        super().__init__()
         self.vocab_size: int = worker.model_config.vocab_size
         self.max_length: int = worker.model_config.context_len
         self._runner = worker.model_runner
         self._max_rows = max_rows
-        self._sequences: WeakKeyDictionary[Any, DraftSequence] = WeakKeyDictionary()
         self._ranks = ranks or Ranks()
         self._batch: Any = None
         self._lengths: list[tuple[DraftSequence, int]] = []
@@ -76,33 +62,7 @@ class SglangDraftModel:
     def prefill(self, batch: Any) -> None:
         """Read the tokens of the host's prefill batch."""
         self._forward(batch)
-        self._note_prefill(batch, is_read=True)
-
-    def skip(self, batch: Any) -> None:
-        """Note that a prefill batch of the host's was not read."""
-        self._note_prefill(batch, is_read=False)
-
-    def _note_prefill(self, batch: Any, is_read: bool) -> None:
-        """Note how much of each request is cached after its prefill, or a chunk of it.
-
-        The prefix is what the radix cache has, or the chunks before. Where those were skipped the
-        cache has a gap, and all from there on is to be read again.
-        """
-        prefixes, counts = getattr(batch, host().prefix_lens), getattr(batch, host().extend_lens)
-        for req, prefix, extended in zip(batch.reqs, prefixes, counts, strict=True):
-            before = self._sequences.get(req)
-            known = prefix if before is None else min(prefix, before.length)
-            length = known + extended if is_read and known == prefix else known
-            self._sequences[req] = DraftSequence(host().cache_of(req).req_pool_idx, length)
-
-    def open(self, request: Request) -> DraftSequence:
-        """Return the request's sequence, with what is cached already."""
-        req = request.req  # type: ignore[attr-defined]  # the worker's requests carry it
-        sequence = self._sequences.get(req)
-        pool_index = host().cache_of(req).req_pool_idx
-        if sequence is None or sequence.req_pool_idx != pool_index:
-            sequence = self._sequences[req] = DraftSequence(pool_index, 0)
-        return sequence
+        self.note_prefill(batch, is_read=True)
 
     def extend(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> Tensor:
         """Append tokens to sequences. Return the logits after the last token of each, [B, V].
@@ -143,13 +103,6 @@ class SglangDraftModel:
         )
         for sequence, new in segments:
             sequence.length += len(new)
-
-    def truncate(self, sequence: DraftSequence, length: int) -> None:
-        """Forget the tokens beyond this length."""
-        sequence.length = min(sequence.length, length)
-
-    def close(self, sequence: DraftSequence) -> None:
-        """Do nothing: the slots are the target's, and what is in them stays known."""
 
     def _begin(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> None:
         if self._fault is not None:

@@ -27,6 +27,7 @@ from outrider.drafters import (
 from outrider.drafters.compiled import IS_COMPILED
 from outrider.hosts.sglang.draft_model import SglangDraftModel
 from outrider.hosts.sglang.draft_weights import quantize
+from outrider.hosts.sglang.heads import SglangHead, SglangHeadDrafter, draft_kind
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
 from outrider.hosts.sglang.ranks import Message, Ranks
@@ -41,9 +42,11 @@ class Drafters:
     router: sends each request to the one it chose; on ranks other than 0 it knows none of them
     guards: each of them, by name; a fault of one costs speed only
     model: the draft model, if there is one
+    readers: what reads prompts with the target, the draft model and heads: with the names of the
+        drafters that have a use for it. Heads are on rank 0 only.
     control: the drafter that chooses among the others, if requests may have it
     ranks: those that run the models
-    models: the drafters that use it
+    models: the drafters that make passes
     fallbacks: requests that went without drafts for reasons outside the drafters
     wants_calibration: whether control should be told first how long passes take
     """
@@ -54,6 +57,7 @@ class Drafters:
     control: AdaptiveDrafter | None
     ranks: Ranks
     models: Sequence[ModelDrafter[Any]] = ()
+    readers: Sequence[tuple[SglangDraftModel | SglangHead, set[str]]] = ()
     fallbacks: Counter[str] = field(default_factory=Counter)
     wants_calibration: bool = False
 
@@ -65,37 +69,61 @@ class Drafters:
         model: SglangDraftModel | None,
         ranks: Ranks | None = None,
         row_buckets: Sequence[int] = (),
+        heads: Mapping[str, SglangHead | None] | None = None,
     ) -> Drafters:
         """Make the drafters of these names, with the profile's options.
 
         ranks: those that run the models; None if there is only one
         row_buckets: for control: sizes of captured graphs
+        heads: those of the server, by name; None on ranks other than 0
         """
         control: AdaptiveDrafter | None = None
         guards: dict[str, GuardedDrafter] = {}
         models: list[ModelDrafter[Any]] = []
+        ranks, heads = ranks or Ranks(), heads or {}
+        # control chooses among the free drafters and one that makes passes
+        ours = {name: head for name, head in heads.items() if head is not None}
+        best = model or next(iter(ours.values()), None)
+        readers: list[tuple[SglangDraftModel | SglangHead, set[str]]] = []
+        if model is not None:
+            readers.append((model, {MODEL, TIERS}))
+        readers += [(head, {name}) for name, head in ours.items()]
+        for reader, users in readers:
+            if reader is best:
+                users.add(ADAPTIVE)
 
-        def drafts(options: Mapping[str, Any]) -> ModelDrafter[Any] | None:
-            if model is None:
+        def drafts(
+            by: SglangDraftModel | SglangHead | None, options: Mapping[str, Any]
+        ) -> ModelDrafter[Any] | None:
+            # they run where the target runs, and would only be in its own way in a thread
+            if by is None:
                 return None
-            # it runs where the target runs, and would only be in its own way in a thread
-            models.append(ModelDrafter(model, vocab_size, **options))
+            if isinstance(by, SglangHead):
+                models.append(SglangHeadDrafter(by, vocab_size, **options))
+            else:
+                models.append(ModelDrafter(by, vocab_size, **options))
             return models[-1]
 
         for name in names:
+            drafter: Drafter
             options, timeout = dict(profile.drafters.get(name, {})), None
+            options.pop("path", None)
             try:
-                if name == ADAPTIVE:
+                if name in heads:
+                    # on ranks other than 0 nobody asks it
+                    drafter = drafts(heads.get(name), options) or NoDrafter()
+                elif name == ADAPTIVE:
                     if row_buckets and "knots" not in options:  # its former name
                         options.setdefault("row_buckets", row_buckets)
                     # how far to go is for control to say
-                    mine = drafts({"min_survival": 0.0, "siblings": 1})
-                    drafter: Drafter
+                    mine = drafts(best, {"min_survival": 0.0, "siblings": 1})
                     drafter = control = adaptive_drafter(mine, **options)
                 elif name == TIERS:
-                    drafter = TieredDrafter(_needed(drafts({"min_survival": 0.0})), **options)
+                    drafter = TieredDrafter(
+                        _needed(drafts(model, {"min_survival": 0.0})), **options
+                    )
                 elif name == MODEL:
-                    drafter = _needed(drafts(options))
+                    drafter = _needed(drafts(model, options))
                 else:
                     drafter = make_drafter(name, options)
                     # ours come back by themselves, and a thread takes time in every step
@@ -108,24 +136,33 @@ class Drafters:
                 "numba is not installed: looking drafts up takes about 100 times as long; "
                 "pip install 'outrider[fast]'"
             )
-        ranks = ranks or Ranks()
         router = RoutedDrafter(guards, _chosen) if ranks.leads else NoDrafter()
-        found = Drafters(router, guards, model, control, ranks, models)
+        found = Drafters(router, guards, model, control, ranks, models, readers)
         found.wants_calibration = control is not None
         return found
 
-    def prefill(self, plain: Any) -> None:
-        """Let the draft model read the host's prefill batch. A fault on any rank: it is skipped."""
-        assert self.model is not None
-        fault = None
-        try:
-            self.model.prefill(plain)
-        except Exception as error:
-            fault = error
-            logger.warning("draft model: error in prefill: %s", error)
-        if self.ranks.any(fault is not None):
-            self.model.skip(plain)
-            self.fallbacks["prefill"] += len(plain.reqs)
+    def prefill(self, plain: Any, drafters: set[str]) -> None:
+        """Let the draft model and heads read the host's prefill batch, as far as they are needed.
+
+        A fault on any rank that runs one of them: the batch is skipped.
+
+        drafters: those that its requests use
+        """
+        longest = int(plain.seq_lens_cpu.max())
+        for reader, users in self.readers:
+            if users.isdisjoint(drafters) or longest > reader.max_length:
+                reader.skip(plain)
+                continue
+            fault = None
+            try:
+                reader.prefill(plain)
+            except Exception as error:
+                fault = error
+                logger.warning("drafts of %s: error in prefill: %s", min(users), error)
+            is_fault = fault is not None
+            if self.ranks.any(is_fault) if reader is self.model else is_fault:
+                reader.skip(plain)
+                self.fallbacks["prefill"] += len(plain.reqs)
 
     def propose(self, plain: Any, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Ask the drafters, on rank 0; on the others, make the passes that it tells of.
@@ -181,6 +218,14 @@ class Drafters:
         if draft_seconds is not None:
             self.control.cost.draft.observe(rows, draft_seconds)
 
+    @property
+    def timed(self) -> SglangDraftModel | SglangHead | None:
+        """What control uses, if all ranks can time its passes."""
+        for reader, users in self.readers:
+            if ADAPTIVE in users and (reader is self.model or self.ranks.alone):
+                return reader
+        return None
+
     def take_draft_seconds(self) -> float:
         """Return the time of the draft model's passes since this was last asked."""
         seconds = sum(drafter.seconds for drafter in self.models)
@@ -221,7 +266,7 @@ def _chosen(request: Any) -> str:
 
 def make_draft_worker(target_worker: Any, server_args: Any, **options: Any) -> Any:
     """Load the draft model into a worker of SGLang's, beside the target; None if there is none."""
-    if host().arguments(server_args).speculative_draft_model_path is None:
+    if draft_kind(host().arguments(server_args).speculative_draft_model_path) != MODEL:
         return None
     worker = host().draft_worker(target_worker, server_args, **options)
     bits = load_profile().draft_bits

@@ -41,9 +41,9 @@ def attention_backend(runner: Any) -> Any:
 
 
 def compute_cell_size(original: Callable[..., Any], self: Any, runner: Any, layers: int) -> Any:
-    """Add the draft model's share to what a token takes in the cache."""
+    """Add the draft model's and heads' shares to what a token takes in the cache."""
     size, args = original(self, runner, layers), host().arguments(runner.server_args)
-    if runner.is_draft_worker or not is_chosen(args) or args.speculative_draft_model_path is None:
+    if runner.is_draft_worker or not is_chosen(args):
         return size
     return size + memory.draft_cell_bytes(runner)
 
@@ -53,8 +53,10 @@ def verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
     args = chosen_args()
     if args is None:
         return
-    profile, has_draft_model = load_profile(), args.speculative_draft_model_path is not None
-    request_options(self.custom_params, profile.names(has_draft_model), profile.report_acceptance)
+    from outrider.hosts.sglang.heads import draft_kind
+
+    profile, draft = load_profile(), draft_kind(args.speculative_draft_model_path)
+    request_options(self.custom_params, profile.names(draft), profile.report_acceptance)
     if self.min_p > 0 and args.enable_deterministic_inference:
         raise ValueError(
             "min_p with --enable-deterministic-inference: SGLang's seeded sampler does not have it"

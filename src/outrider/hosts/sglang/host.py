@@ -101,6 +101,18 @@ class Host(ABC):
         """Return what a draft model's runner takes for this batch."""
 
     @abstractmethod
+    def return_states(self, runner: Any) -> None:
+        """Let graphs of this process that are yet to be made return hidden states."""
+
+    @abstractmethod
+    def run_target(self, worker: Any, batch: Any, *, is_verify: bool, states: bool) -> Any:
+        """Run the target over a batch as its workers take it.
+
+        is_verify: whether the worker leaves the sampling to us
+        states: whether the hidden states of all rows are wanted
+        """
+
+    @abstractmethod
     def graph_sizes(self, runner: Any) -> tuple[int, ...]:
         """Return the numbers of rows for which the host has captured graphs, if it has."""
 

@@ -184,6 +184,18 @@ class Sglang0511(Host):
         batch.capture_hidden_mode = CaptureHiddenMode.NULL
         return ForwardBatch.init_new(batch, runner)
 
+    def return_states(self, runner: Any) -> None:
+        """Let graphs return hidden states."""
+        runner.server_args.enable_return_hidden_states = True
+
+    def run_target(self, worker: Any, batch: Any, *, is_verify: bool, states: bool) -> Any:
+        """Run the target over a batch."""
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+        if states:
+            batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        return worker.forward_batch_generation(batch, is_verify=is_verify)
+
     def graph_sizes(self, runner: Any) -> tuple[int, ...]:
         """Return the numbers of rows for which there are graphs."""
         return tuple(getattr(getattr(runner, "graph_runner", None), "capture_bs", ()))
@@ -234,6 +246,13 @@ def _create_worker(result: type, self: Any, server_args: Any) -> None:
         # SGLang's schedulers are processes of their own: the launcher's check is not theirs
         plugin.check_repair()
         rocm.repair()
+
+
+def _init_aux_hidden_state_capture(result: None, self: Any) -> None:
+    if not self.is_draft_worker and hooks.is_chosen(self.server_args):
+        from outrider.hosts.sglang.heads import capture_states
+
+        capture_states(self)
 
 
 def _model_worker_batch(result: Any, self: Any, seq_lens_cpu_cache: Any = None) -> None:
@@ -296,6 +315,10 @@ _HOOKS: dict[str, hooks.Hook] = {
     "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": (_model_worker_batch, "AFTER"),
     "managers.overlap_utils.FutureMap.resolve_future": (_resolve_future, "AROUND"),
     "managers.overlap_utils.FutureMap.store_to_map": (_store_to_map, "AROUND"),
+    "model_executor.model_runner.ModelRunner.init_aux_hidden_state_capture": (
+        _init_aux_hidden_state_capture,
+        "AFTER",
+    ),
     "layers.utils.hash.murmur_hash32": (hooks.murmur_hash32, "AROUND"),
     "model_executor.cuda_graph_runner.CudaGraphRunner.can_run": (_can_run_graph, "AROUND"),
 }

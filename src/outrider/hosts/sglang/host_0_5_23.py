@@ -20,7 +20,7 @@ from outrider.core import Unsupported
 from outrider.hosts.sglang import contract_0_5_23 as contract
 from outrider.hosts.sglang import hooks, plugin, settings
 from outrider.hosts.sglang.host import Host, changed
-from outrider.hosts.sglang.profile import REPAIR_VARIABLE
+from outrider.hosts.sglang.profile import MODEL, REPAIR_VARIABLE
 
 
 class Sglang0523(Host):
@@ -141,6 +141,19 @@ class Sglang0523(Host):
             return_hidden_states_before_norm=False,
         )
 
+    def return_states(self, runner: Any) -> None:
+        """Let graphs return hidden states."""
+        from sglang.srt.runtime_context import get_context
+
+        get_context().override("outrider", enable_return_hidden_states=True)
+
+    def run_target(self, worker: Any, batch: Any, *, is_verify: bool, states: bool) -> Any:
+        """Run the target over a batch."""
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+        mode = CaptureHiddenMode.FULL if states else None
+        return worker.forward_batch_generation(batch, is_verify=is_verify, capture_hidden_mode=mode)
+
     def graph_sizes(self, runner: Any) -> tuple[int, ...]:
         """Return the numbers of rows for which there are graphs."""
         graphs = getattr(runner, "decode_cuda_graph_runner", None)
@@ -208,6 +221,7 @@ def _worker_class() -> type:
     from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
     from outrider.hosts.sglang.drafting import make_draft_worker
+    from outrider.hosts.sglang.heads import capture_states
     from outrider.hosts.sglang.worker import OutriderWorker
 
     class Worker(OutriderWorker, BaseSpecWorker):
@@ -218,6 +232,7 @@ def _worker_class() -> type:
         ) -> None:
             BaseSpecWorker.__init__(self)
             self._load(target_worker, server_args)
+            capture_states(self.model_runner)
             self._draft_worker = make_draft_worker(
                 target_worker, server_args, gpu_id=gpu_id, nccl_port=nccl_port
             )
@@ -308,7 +323,35 @@ def _eager_batch_size(original: Callable[..., Any], max_bs: int) -> Any:
     return original(max_bs if args is None else max_bs * args.speculative_num_draft_tokens)
 
 
+def _algorithm_alias(original: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep a head from SGLang, which would read its config.json as that of a model."""
+    return name if (name or "").upper() == hooks.NAME else original(name, *args, **kwargs)
+
+
+class _WithoutDraft:
+    """The server's arguments without a draft model."""
+
+    speculative_draft_model_path = None
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+def _boundary_reduction(original: Callable[..., Any], view: Any) -> Any:
+    """Keep a head from SGLang, as above."""
+    from outrider.hosts.sglang.heads import draft_kind
+
+    path = view.speculative_draft_model_path
+    if hooks.is_chosen(view) and path is not None and draft_kind(path) != MODEL:
+        view = _WithoutDraft(view)
+    return original(view)
+
+
 _PROCESSOR = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_ALIAS = "arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
 _STREAMER = "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 _HOOKS: dict[str, hooks.Hook] = {
@@ -319,5 +362,7 @@ _HOOKS: dict[str, hooks.Hook] = {
     f"{_PROCESSOR}._resolve_spec_v2_tokens": (_resolve_tokens, "AROUND"),
     f"{_STREAMER}._stream_output_generation": (hooks.stream_output, "AROUND"),
     "model_executor.runner.eager_runner.get_eager_max_batch_size": (_eager_batch_size, "AROUND"),
+    _ALIAS: (_algorithm_alias, "AROUND"),
+    "arg_groups.boundary_reduction.resolve_boundary_reduction": (_boundary_reduction, "AROUND"),
     "layers.sampler.murmur_hash32": (hooks.murmur_hash32, "AROUND"),
 }

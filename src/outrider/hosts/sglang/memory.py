@@ -16,7 +16,7 @@ reserves 4 GiB for speculation at start-up, which hold LIMIT.
 
 *A draft model* has a cache of as many slots as the target's. SGLang sizes the target's cache as if
 it were alone: here a token costs the sum of both. For the draft's weights and graphs DRAFT_RESERVE
-is taken from `mem_fraction_static`, unless the user has set it.
+is taken from `mem_fraction_static`, unless the user has set it. *Heads* likewise: see `heads`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import logging
 from typing import Any
 
 from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.profile import MODEL, load_profile
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,23 @@ def num_penalties(orchestrator: Any) -> int:
 
 
 def draft_cell_bytes(runner: Any) -> int:
-    """Return what a token takes in the draft model's cache, on each device.
+    """Return what a token takes in the caches of the draft model and of heads, on each device.
 
     runner: the target's model runner, or what stands for it while its cache is made
     """
-    from sglang.srt.configs.model_config import ModelConfig
+    from outrider.hosts.sglang.heads import draft_kind, head_cell_bytes, head_paths
 
     args = host().arguments(runner.server_args)
+    itemsize = runner.model_config.dtype.itemsize
+    paths = head_paths(load_profile(), args).values()
+    heads = sum(head_cell_bytes(path, itemsize) for path in paths)
+    is_model = draft_kind(args.speculative_draft_model_path) == MODEL
+    return heads + (_model_cell_bytes(runner, args) if is_model else 0)
+
+
+def _model_cell_bytes(runner: Any, args: Any) -> int:
+    from sglang.srt.configs.model_config import ModelConfig
+
     config = ModelConfig.from_server_args(
         runner.server_args,
         model_path=args.speculative_draft_model_path,

@@ -37,9 +37,6 @@ ADAPTIVE = "adaptive"
 TIERS = "tiers"
 """The draft model with a number of drafts moved by SGLang's own rule: to compare with."""
 
-USES_MODEL = (ADAPTIVE, MODEL, TIERS)
-"""Drafters that have a use for the draft model."""
-
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -50,7 +47,8 @@ class Profile(_Strict):
 
     drafter: who drafts, unless a request says otherwise; by default `model` if there is a draft
         model, else `ngram`; `adaptive` chooses among them, and may choose plain decoding
-    drafters: options for drafters, by name. A request may choose among these and the default.
+    drafters: options for drafters, by name. A request may choose among these and the default. One
+        with a `path` is a head in that directory, under a name of your choice.
     max_drafts: the most drafts in a step for requests that do not say; also the server's limit, if
         `--speculative-num-steps` does not set one
     draft_bits: 4 or 8: the draft model reads a copy of its weights in so few bits, where that is
@@ -79,15 +77,22 @@ class Profile(_Strict):
     verify_pass: Optional[Literal["rows", "target_verify", "auto"]] = None  # noqa: UP045
     tracing: bool = False
 
-    def default_drafter(self, has_draft_model: bool) -> str:
-        """Return who drafts if a request does not say."""
-        return self.drafter or (MODEL if has_draft_model else "ngram")
+    def default_drafter(self, draft: str | None) -> str:
+        """Return who drafts if a request does not say.
 
-    def names(self, has_draft_model: bool) -> list[str]:
-        """Return the drafters that a request may choose."""
-        ours = [MODEL] if has_draft_model else []
-        wanted = [self.default_drafter(has_draft_model), *self.drafters, "ngram", *ours, "none"]
+        draft: the kind of draft model that the server has, if any: see `heads.draft_kind`
+        """
+        return self.drafter or draft or "ngram"
+
+    def names(self, draft: str | None) -> list[str]:
+        """Return the drafters that a request may choose. draft: as in `default_drafter`"""
+        ours = [draft] if draft else []
+        wanted = [self.default_drafter(draft), *self.drafters, "ngram", *ours, "none"]
         return list(dict.fromkeys(wanted))
+
+    def head_paths(self) -> dict[str, str]:
+        """Return the paths of heads among the drafters, by name."""
+        return {name: str(o["path"]) for name, o in self.drafters.items() if "path" in o}
 
 
 class RequestOptions(_Strict):

@@ -76,8 +76,10 @@ def apply(server_args: Any) -> None:
     for what, fix, asked_for in REFUSED:
         if asked_for(server_args):
             raise Unsupported(what, fix=fix)
-    profile = load_profile()
-    has_draft_model = server_args.speculative_draft_model_path is not None
+    from outrider.hosts.sglang.heads import draft_kind, head_paths
+
+    profile, draft = load_profile(), draft_kind(server_args.speculative_draft_model_path)
+    has_draft_model = draft == MODEL
     for name in (MODEL, TIERS):
         if name in (profile.drafter, *profile.drafters) and not has_draft_model:
             raise Unsupported(
@@ -99,7 +101,9 @@ def apply(server_args: Any) -> None:
     if profile.tracing:
         tracing.check_installed()
     verify_pass(profile.verify_pass, server_args)
-    _check_drafters(profile, has_draft_model)
+    _check_drafters(profile, draft)
+    if paths := head_paths(profile, server_args):
+        _check_heads(paths, server_args)
     if has_draft_model:
         _check_tokenizers(server_args)
 
@@ -135,7 +139,21 @@ def apply(server_args: Any) -> None:
     logger.info("K = %d; overlap scheduling is %s", steps, overlap)
 
 
-def _check_drafters(profile: Profile, has_draft_model: bool) -> None:
+def _check_heads(paths: dict[str, str], server_args: Any) -> None:
+    """Raise Unsupported for a head that cannot be had, as far as its files tell."""
+    from outrider.drafters.heads import head_shape, read_config
+    from outrider.hosts.sglang.heads import folder_of
+
+    for path in paths.values():
+        head_shape(read_config(folder_of(path)), path)
+    if server_args.enable_return_hidden_states:
+        raise Unsupported(
+            "--enable-return-hidden-states with a head",
+            fix="leave one out: SGLang returns either the last states or those that heads read",
+        )
+
+
+def _check_drafters(profile: Profile, draft: str | None) -> None:
     """Raise Unsupported for a drafter that is not there, or options that it does not have.
 
     Those of other packages are made by the worker only: they may need its device.
@@ -143,16 +161,17 @@ def _check_drafters(profile: Profile, has_draft_model: bool) -> None:
     from outrider.control import adaptive_drafter
     from outrider.drafters.registry import known_drafters, make_drafter
 
-    known = known_drafters(ADAPTIVE, MODEL, TIERS)
-    for name in profile.names(has_draft_model):
+    heads = {*profile.head_paths(), *((draft,) if draft else ())}
+    known = known_drafters(ADAPTIVE, MODEL, TIERS, *heads)
+    for name in profile.names(draft):
         options = profile.drafters.get(name, {})
         if name == ADAPTIVE:
             try:
                 adaptive_drafter(None, **options)
             except (TypeError, ValueError) as error:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
-        elif name not in (MODEL, TIERS) and known.get(name) is None:
-            make_drafter(name, options, others=(ADAPTIVE, MODEL, TIERS))
+        elif name not in (MODEL, TIERS, *heads) and known.get(name) is None:
+            make_drafter(name, options, others=(ADAPTIVE, MODEL, TIERS, *heads))
 
 
 def _check_tokenizers(server_args: Any) -> None:

@@ -11,6 +11,7 @@ So where the same tokens are promised, rows verify. Elsewhere control may choose
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,14 @@ TOLERANCE = 0.05
 class VerifyPass:
     """Runs TARGET_VERIFY over the drafts of a step.
 
+    run: runs the target over a batch
     width: rows of each request
+    most: tokens of a request
     is_checked: whether it was found to agree with decode rows
     """
 
-    def __init__(self, target_worker: Any, width: int) -> None:
-        self._target, self.width, self.is_checked = target_worker, width, False
-        self._most = int(target_worker.model_config.context_len)
+    def __init__(self, run: Callable[[Any], Any], width: int, most: int) -> None:
+        self._run, self.width, self._most, self.is_checked = run, width, most, False
 
     def can_run(self, active: ActiveRequests, proposal: Proposal) -> bool:
         """Say whether these drafts can be verified so: chains, with room for padding behind."""
@@ -75,7 +77,7 @@ class VerifyPass:
         pool_indices, slots = batch.req_pool_indices[owner], read_slots(batch, owner, position)
         rows = decode_rows(plain, tokens.tolist(), pool_indices, positions.tolist(), slots)
         rows.reqs, rows.sampling_info = [plain.reqs[member]] * self.width, None
-        usual = self._target.forward_batch_generation(rows, is_verify=True).logits_output
+        usual = self._run(rows).logits_output
         padded = self._launch(batch, plain, one, tokens).logits_output
         self.is_checked = _agree(usual.next_token_logits, padded.next_token_logits)
         return self.is_checked
@@ -108,7 +110,7 @@ class VerifyPass:
             reqs=[plain.reqs[member] for member in members.tolist()],
             sampling_info=None,  # SGLang would change the grammars in it
         )
-        return self._target.forward_batch_generation(forward, is_verify=True)
+        return self._run(forward)
 
 
 def _agree(rows: Tensor, padded: Tensor) -> bool:

@@ -54,11 +54,12 @@ from outrider.hosts.sglang.flights import (
     order_slots,
     would_keep,
 )
+from outrider.hosts.sglang.heads import draft_kind, head_paths, load_heads
 from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.penalties import Penalties
-from outrider.hosts.sglang.profile import USES_MODEL, load_profile
+from outrider.hosts.sglang.profile import load_profile
 from outrider.hosts.sglang.ranks import Ranks
 from outrider.hosts.sglang.reported import accepted_drafts, count_step
 from outrider.hosts.sglang.request_table import Columns, RequestTable
@@ -114,9 +115,19 @@ class OutriderWorker:
         profile, model = load_profile(), None
         if draft_worker is not None:
             model = SglangDraftModel(draft_worker, self._max_rows, self._ranks)
-        names, default = profile.names(bool(model)), profile.default_drafter(bool(model))
+        kind = draft_kind(args.speculative_draft_model_path)
+        names, default = profile.names(kind), profile.default_drafter(kind)
         vocab_size, graphs = self.model_config.vocab_size, host().graph_sizes(runner)
-        self._drafters = Drafters.make(profile, names, vocab_size, model, self._ranks, graphs)
+        paths = head_paths(profile, args)
+        try:
+            heads = load_heads(paths, runner, self._ranks)
+        except Unsupported as error:
+            raise SystemExit(f"outrider: {error}") from error
+        self._heads = [head for head in heads.values() if head is not None]
+        self._wants_states = bool(paths)
+        self._drafters = Drafters.make(
+            profile, names, vocab_size, model, self._ranks, graphs, heads
+        )
         self._requests = RequestTable(self._drafters, names, default, args, profile.max_drafts)
         self._begin_verify(args, profile.verify_pass)
         self._penalties = Penalties()
@@ -153,7 +164,8 @@ class OutriderWorker:
         self._pass_is_chosen = found != "auto"
         control, width = self._drafters.control, args.speculative_num_draft_tokens
         if found == "target_verify" or (found == "auto" and control is not None):
-            self._verify = VerifyPass(self.target_worker, width)
+            most = int(self.model_config.context_len)
+            self._verify = VerifyPass(self._run_target, width, most)
         if control is not None:
             control.cost.reads_each_row = args.attention_backend != OWN
             control.cost.width = 0 if self._verify is None else width
@@ -213,7 +225,7 @@ class OutriderWorker:
                 break
             self._flights.popleft()  # ended by its first token: no step will ask for it
         if plain.forward_mode.is_idle() or plain.is_prefill_only:
-            result = self.target_worker.forward_batch_generation(plain)
+            result = self._run_target(plain, is_verify=False)
         else:
             self._penalties.renew(batch)
             if batch.sampling_info.penalizer_orchestrator.is_required:
@@ -228,8 +240,7 @@ class OutriderWorker:
 
     def _run_prefill(self, plain: Any) -> GenerationBatchResult:
         """Read prompts, and sample the first token of each."""
-        result: GenerationBatchResult
-        result = self.target_worker.forward_batch_generation(plain, is_verify=True)
+        result = self._run_target(plain)
         last = plain.seq_lens - 1
         groups = kind_groups(
             [sampling_kind(req.sampling_params) for req in plain.reqs], last.device
@@ -241,16 +252,10 @@ class OutriderWorker:
         return result
 
     def _prefill_draft(self, plain: Any) -> None:
-        """Let the draft model read the prompts too, if it will draft for one of them."""
-        model = self._drafters.model
-        if model is None:
-            return
-        options = [self._requests.options(req) for req in plain.reqs]
-        wanted = any(asked.drafter in USES_MODEL and asked.max_drafts for asked in options)
-        if not wanted or int(plain.seq_lens_cpu.max()) > model.max_length:
-            model.skip(plain)
-            return
-        self._drafters.prefill(plain)
+        """Let the draft model and heads read the prompts too, if they will draft for some."""
+        if self._drafters.readers:
+            options = [self._requests.options(req) for req in plain.reqs]
+            self._drafters.prefill(plain, {asked.drafter for asked in options if asked.max_drafts})
 
     # -- decode: the same four verbs, but what is settled is the step before
 
@@ -267,7 +272,7 @@ class OutriderWorker:
         plain.seq_lens_cpu, plain.seq_lens_sum = batch.seq_lens_cpu, int(active.lens.sum())
         self._penalties.catch_up(batch, requests)
         if self._drafters.wants_calibration:
-            calibrate(batch, plain, self.target_worker, self._drafters, self._max_rows)
+            calibrate(batch, plain, self._run_target, self._drafters, self._max_rows)
             clock.last = time.perf_counter()
             self._read_at = 0.0
         clock.lap("host")
@@ -397,10 +402,7 @@ class OutriderWorker:
             )
             self._read_at = 0.0
         grammars = forward.sampling_info.grammars
-        if launch is None:
-            result = self.target_worker.forward_batch_generation(forward, is_verify=True)
-        else:
-            result = launch()
+        result = self._run_target(forward) if launch is None else launch()
         forward.sampling_info.grammars = grammars  # a host may have put each request's own there
         output, at = result.logits_output, forward.seq_lens - 1
         sampled = sample(self.model_runner, output, forward, at, rows.groups)
@@ -417,6 +419,20 @@ class OutriderWorker:
         flight.prepare()
         self._meanwhile()
         return flight.result
+
+    def _run_target(self, batch: Any, is_verify: bool = True) -> GenerationBatchResult:
+        """Run the target over a batch as its workers take it, and tell the heads its states.
+
+        is_verify: whether the sampling is left to us
+        """
+        found: GenerationBatchResult = host().run_target(
+            self.target_worker, batch, is_verify=is_verify, states=self._wants_states
+        )
+        if self._wants_states and found.logits_output is not None:
+            for head in self._heads:
+                head.tell(batch.out_cache_loc, found.logits_output.hidden_states)
+            found.logits_output.hidden_states = None  # nobody else wants these
+        return found
 
     def _record(self) -> Any:
         """Return an event at this point of the stream."""

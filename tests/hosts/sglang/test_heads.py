@@ -1,0 +1,276 @@
+"""Heads in the server: they change speed only, wherever the target's states come from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import parity
+import pytest
+import torch
+from outrider_test_site import no_repeat_processor
+from safetensors.torch import load_file, save_file
+from server import accepted
+
+from outrider.core import Unsupported
+from outrider.drafters.heads import load_head
+from outrider.drafters.heads.drafter import HeadModel
+from outrider.hosts.sglang import heads, settings
+from outrider.hosts.sglang.heads import SglangHead, draft_kind
+from outrider.hosts.sglang.host import host
+
+TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
+TARGET, HEAD = TINY / "target", TINY / "head"
+FLAGS = [
+    *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
+    *("--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics"),
+    *("--chunked-prefill-size", "32", "--speculative-algorithm", "OUTRIDER"),
+]
+
+
+def random_head(folder):
+    """Return a head of random weights."""
+    shutil.copytree(HEAD, folder)
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in weights.items():
+        if weight.is_floating_point():
+            weights[name] = torch.randn(weight.shape, generator=generator).to(weight.dtype) * 0.1
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def as_speculators(folder):
+    """Return the tiny head in the format of speculators."""
+    folder.mkdir()
+    config = json.loads((HEAD / "config.json").read_text())
+    ids = [i + 1 for i in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]]
+    found = {
+        "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"],
+        "transformer_layer_config": config, "eagle_aux_hidden_state_layer_ids": ids,
+        "draft_vocab_size": config["draft_vocab_size"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(found))
+    weights = load_file(HEAD / "model.safetensors")
+    named = {n.replace("midlayer.", "layers.0."): w for n, w in weights.items()}
+    save_file(named, folder / "model.safetensors")
+    return folder
+
+
+def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, record_property):
+    """Requests of every kind, by several heads: trained, random, as chains and as trees."""
+    drafters = {
+        "eagle3": {},
+        "tree": {"path": str(HEAD), "siblings": 2, "min_survival": 0.0},
+        "random": {"path": str(random_head(tmp_path / "random")), "min_survival": 0.0},
+        "adaptive": {},
+        "suffix": {"min_vote": 0.0},
+    }
+    environment = parity.profile(tmp_path, drafters, max_drafts=6)
+    mode = [*parity.DETERMINISTIC, "--speculative-draft-model-path", str(HEAD)]
+    bare = launch("heads-bare", TARGET, *parity.BARE, *parity.DETERMINISTIC)
+    ours = launch("heads", TARGET, *parity.TIGHT, *parity.OUTRIDER, *mode, **environment)
+    phases = parity.seeded_phases("stories260k", 90, 32, no_repeat_processor())
+    with bare, ours:
+        comparison = parity.compare_seeded(bare, ours, phases, (4, 16), drafters)
+        parity.check_traffic(ours, drafters=["eagle3", "tree"])
+        fallbacks = {k: v for k, v in ours.metrics().items() if "fallbacks_total{" in k and v}
+        assert not fallbacks
+    comparison.conclude(0.0)
+    record_property("tokens compared", comparison.tokens)
+
+
+def ask(server, texts, **wishes):
+    params = {"temperature": 0, "max_new_tokens": 40, "custom_params": {"outrider": wishes}}
+    bodies = [{"text": text, "sampling_params": params} for text in texts]
+    return server.ask_all([("/generate", body) for body in bodies], 4)
+
+
+def tokens_per_step(answers):
+    meta = [answer["meta_info"] for answer in answers]
+    return 1 + sum(map(accepted, meta)) / sum(m["spec_verify_ct"] for m in meta)
+
+
+TEXTS = [
+    "The outrider rides ahead of the",
+    "Ada laughed, and Old Bram said that the water was high and that the road to the mill was not",
+    "Look twice at the water and once at the sky, and then",
+]
+
+
+def test_states_come_from_chunks_and_from_the_radix_cache(launch, tmp_path):
+    """Prompts of several chunks, cached ones, and answers that go on: drafts stay as good."""
+    head = as_speculators(tmp_path / "head")
+    with launch("states", TARGET, *FLAGS, "--speculative-draft-model-path", str(head)) as server:
+        plain = ask(server, TEXTS, max_drafts=0)
+        server.post("/flush_cache", {})
+        first = ask(server, TEXTS, drafter="eagle3")
+        again = ask(server, TEXTS, drafter="eagle3")
+        assert [a["meta_info"]["cached_tokens"] > 0 for a in again] == [True] * len(TEXTS)
+        for answers in (first, again):
+            assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in plain]
+            assert tokens_per_step(answers) > 3
+        assert tokens_per_step(again) > tokens_per_step(first) - 0.3
+        # what was answered without drafts is a prefix now: its states are there too
+        longer = [text + a["text"][:60] for text, a in zip(TEXTS, plain, strict=True)]
+        server.post("/flush_cache", {})
+        ask(server, longer, max_drafts=0)
+        assert tokens_per_step(ask(server, longer, drafter="eagle3")) > 2
+        response = server.post("/generate", {"text": "a", "return_hidden_states": True})
+        assert response.status_code == 400
+        server.settle_down()
+
+
+def test_two_ranks(launch):
+    """Rank 0 has the head, and the target's embedding put together."""
+    flags = ["--speculative-draft-model-path", str(HEAD), "--tp-size", "2"]
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with launch("heads-tp", TARGET, *FLAGS, *flags, **cores) as server:
+        plain, drafted = ask(server, TEXTS, max_drafts=0), ask(server, TEXTS, drafter="eagle3")
+        assert [a["output_ids"] for a in drafted] == [a["output_ids"] for a in plain]
+        assert tokens_per_step(drafted) > 3
+        server.settle_down()
+
+
+# -- without a server
+
+
+@pytest.fixture
+def head():
+    target = load_file(TARGET / "model.safetensors")
+    embedding = target["model.embed_tokens.weight"].float()
+    return load_head(HEAD, embedding, 4)
+
+
+@pytest.fixture
+def runner():
+    """As much of SGLang's as a head looks at: two requests in a table of scattered slots."""
+    table = torch.randperm(600, generator=torch.Generator().manual_seed(1)).view(3, 200)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(context_len=200),
+        req_to_token_pool=SimpleNamespace(req_to_token=(table + 1).int()),
+        token_to_kv_pool_allocator=SimpleNamespace(size=600),
+        page_size=1,
+    )
+
+
+class Req:
+    """As much of SGLang's request as is looked at, in either version."""
+
+    def __init__(self, line):
+        self.req_pool_idx, self.kv = line, self
+
+
+class Told:
+    """Two requests, read by the server's head and by the one of Transformers."""
+
+    def __init__(self, head, runner):
+        self.slot, self.plain = SglangHead(head, runner, [1, 2, 3]), HeadModel(head)
+        self.table = runner.req_to_token_pool.req_to_token
+        generator = torch.Generator().manual_seed(2)
+        self.tokens = torch.randint(1, 500, (3, 200), generator=generator)
+        self.states = torch.randn(3, 200, 3, 128, generator=generator)
+        self.lines = {"a": 2, "b": 1}
+        self.reqs = {name: Req(line) for name, line in self.lines.items()}
+        self.sequences = {n: self.plain.open(None) for n in self.reqs}
+
+    def tell(self, name, start, end):
+        """The target has read these tokens."""
+        line = self.lines[name]
+        states = self.states[line, start:end]
+        self.slot.tell(self.table[line, start:end].long(), states.flatten(1))
+        self.sequences[name].tell(start, self.plain.head.reduce(states))
+
+    def prefill(self, **spans):
+        """The server's prefill batch: (cached before, read by it) of each request."""
+        lines = [self.lines[name] for name in spans]
+        mine = [self.tokens[self.lines[name], a : a + n] for name, (a, n) in spans.items()]
+        batch = SimpleNamespace(
+            reqs=[self.reqs[name] for name in spans], input_ids=torch.cat(mine),
+            req_pool_indices=torch.tensor(lines),
+            **{host().prefix_lens: [a for a, _ in spans.values()]},
+            **{host().extend_lens: [n for _, n in spans.values()]},
+        )  # fmt: skip
+        for name, (a, n) in spans.items():
+            self.tell(name, a, a + n)
+            sequence, start = self.sequences[name], max(1, a)
+            self.plain.catch_up([(sequence, self.tokens[self.lines[name], start : a + n].tolist())])
+        self.slot.prefill(batch)
+
+    def extend(self, **new):
+        """Read tokens of some requests. Return both heads' logits."""
+        request = {n: SimpleNamespace(req=self.reqs[n]) for n in new}
+        ours = self.slot.extend([(self.slot.open(request[n]), t) for n, t in new.items()])
+        theirs = self.plain.extend([(self.sequences[n], t) for n, t in new.items()])
+        return ours, theirs
+
+
+@torch.inference_mode()
+def test_slots_hold_what_a_cache_of_its_own_holds(head, runner):
+    """Prompts in chunks, drafts, and what the target read of them: as in Transformers."""
+    told = Told(head, runner)
+    told.prefill(a=(0, 70), b=(0, 9))
+    told.prefill(a=(70, 40), b=(9, 1))
+    torch.testing.assert_close(*told.extend(a=[7], b=[5]), atol=2e-5, rtol=1e-5)
+    for _ in range(3):  # drafts go on from the head's own states
+        torch.testing.assert_close(*told.extend(b=[9], a=[8]), atol=2e-5, rtol=1e-5)
+    told.tell("a", 110, 113)  # two drafts were right, and are read again
+    told.tell("b", 10, 11)
+    for name, length in (("a", 111), ("b", 11)):
+        sequence = told.slot.open(SimpleNamespace(req=told.reqs[name]))
+        told.slot.truncate(sequence, length)
+        told.plain.truncate(told.sequences[name], length)
+    torch.testing.assert_close(*told.extend(a=[8, 8, 3], b=[2]), atol=2e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_prefix_in_the_radix_cache_has_its_states(head, runner):
+    """Another request goes on from slots that the first one has filled."""
+    told = Told(head, runner)
+    told.prefill(a=(0, 50))
+    told.table[1, :30] = told.table[2, :30]
+    told.tokens[1, :30] = told.tokens[2, :30]
+    told.states[1, :30] = told.states[2, :30]
+    told.sequences["b"].tell(0, head.reduce(told.states[1, :30]))
+    told.plain.catch_up([(told.sequences["b"], told.tokens[1, 1:30].tolist())])
+    told.prefill(b=(30, 12))
+    torch.testing.assert_close(*told.extend(b=[5]), atol=2e-5, rtol=1e-5)
+
+
+def test_states_that_cannot_be_read_are_a_fault_of_drafting(head, runner):
+    told = Told(head, runner)
+    told.slot.tell(torch.tensor([1]), torch.zeros(1, 5))  # the target's step goes on
+    sequence = told.slot.open(SimpleNamespace(req=told.reqs["a"]))
+    with pytest.raises(RuntimeError, match="states were not read"):
+        told.slot.extend([(sequence, [1, 2])])
+    told.slot.extend([(sequence, [1, 2])])
+
+
+def test_what_a_token_takes(head, runner):
+    made = SglangHead(head, runner, [1, 2, 3])
+    assert made.pool_bytes == heads.head_cell_bytes(str(HEAD), 4) * 601
+    assert made._x.nbytes + made._pool.nbytes == made.pool_bytes
+
+
+def test_kinds_of_draft_models(tmp_path):
+    assert draft_kind(None) is None
+    assert draft_kind(str(HEAD)) == "eagle3"
+    assert draft_kind(str(TARGET)) == "model"
+    with pytest.raises(Unsupported, match="the draft model"):
+        draft_kind(str(tmp_path / "nothing"))
+
+
+def test_layers_that_sglang_does_not_give_are_refused(tmp_path):
+    assert heads.layers_to_capture([str(HEAD)], 4) == [1, 2, 3]
+    with pytest.raises(Unsupported, match="layers 1 to 2 only"):
+        heads.layers_to_capture([str(HEAD)], 3)
+
+
+def test_hidden_states_for_callers_and_for_heads_are_two_things():
+    args = SimpleNamespace(enable_return_hidden_states=True)
+    with pytest.raises(Unsupported, match="--enable-return-hidden-states with a head"):
+        settings._check_heads({"eagle3": str(HEAD)}, args)
+    with pytest.raises(Unsupported, match="not a head"):
+        settings._check_heads({"mine": str(TARGET)}, args)
