@@ -249,6 +249,8 @@ def test_without_ids_the_usual_layers_are_read(count, layers, expected):
 
     config = {"architectures": ["DFlashDraftModel"], "num_hidden_layers": count}
     assert head_layers(config, layers) == expected
+    usual = (2, layers // 2, layers - 3)
+    assert head_layers({"speculators_model_type": "dflash"}, layers) == usual
 
 
 @pytest.mark.parametrize(

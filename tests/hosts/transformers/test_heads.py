@@ -138,7 +138,7 @@ def test_the_trained_head_is_worth_it_and_a_shift_costs_it(kind, target, prompts
         for state in ("trained", "shifted", "random")
     )
     assert trained > 2.0
-    assert shifted < trained - 0.3
+    assert shifted < trained - 0.2
     assert untrained < 1.2
 
 

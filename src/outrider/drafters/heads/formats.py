@@ -57,7 +57,7 @@ def kind_of(config: Mapping[str, Any]) -> str:
         return ARCHITECTURES[name]
     if name.endswith(("NextN", "MTP")):  # which layout it has, its tensors tell
         return "mtp"
-    if "Eagle" in name or "DFlash" in name:
+    if ("Eagle" in name and "CausalLM" in name) or "DFlash" in name:
         known = ", ".join(ARCHITECTURES)
         raise Unsupported(f"a head of the kind {name!r}", fix=f"use {known}, ...NextN or ...MTP")
     return MODEL
@@ -115,7 +115,8 @@ def head_layers(
         where, key = config.get("dflash_config"), "target_layer_ids"
         if SPECULATORS in config:
             key = "aux_hidden_state_layer_ids"
-        found = _spaced(num_layers, int(config.get("num_hidden_layers", 1)))
+        else:
+            found = _spaced(num_layers, int(config.get("num_hidden_layers") or 1))
     ids = config.get(key) or (where or {}).get(key)
     if ids:
         found = [int(i) + (0 if SPECULATORS in config else 1) for i in ids]

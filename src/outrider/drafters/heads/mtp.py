@@ -23,6 +23,7 @@ target:
     lm_head  shared_head.head
 
 MiMo's own checkpoints have the state first; the columns of eh_proj are swapped when it is read.
+(SGLang puts zeros in the place of MiMo's first embedding. Outrider does not.)
 """
 
 from __future__ import annotations
