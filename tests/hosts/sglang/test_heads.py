@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +126,16 @@ def test_states_come_from_chunks_and_from_the_radix_cache(launch, tmp_path):
         server.settle_down()
 
 
+def test_a_head_that_reads_the_last_states(launch):
+    """MTP: nothing is captured within the target."""
+    head = str(TINY / "mtp")
+    with launch("mtp", TARGET, *FLAGS, "--speculative-draft-model-path", head) as server:
+        plain, drafted = ask(server, TEXTS, max_drafts=0), ask(server, TEXTS, drafter="mtp")
+        assert [a["output_ids"] for a in drafted] == [a["output_ids"] for a in plain]
+        assert tokens_per_step(drafted) > 3
+        server.settle_down()
+
+
 # -- without a server
 
 
@@ -226,6 +239,18 @@ def test_a_prefix_in_the_radix_cache_has_its_states(head, runner):
     told.plain.catch_up([(told.sequences["b"], told.tokens[1, 1:30].tolist())])
     told.prefill(b=(30, 12))
     torch.testing.assert_close(*told.extend(b=[5]), atol=2e-5, rtol=1e-5)
+
+
+def test_the_kernels_compute_the_same():
+    """The two tests above, by the Triton kernels that a GPU would run."""
+    env = {**os.environ, "OUTRIDER_KERNELS": "triton", "TRITON_INTERPRET": "1"}
+    chosen = "slots_hold or prefix_in_the_radix"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
+    done = subprocess.run(
+        [*command, __file__], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "2 passed" in done.stdout
 
 
 def test_states_that_cannot_be_read_are_a_fault_of_drafting(head, runner):
