@@ -31,7 +31,6 @@ _STATES = (
     "layers_block_type",
     "conv_L_cache",
 )
-_HEADS = ("eagle", "nextn", "mtp", "medusa", "dflash")
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Cost:
         }
 
 
-def check_kind(model: Model, is_draft: bool = False) -> Iterator[Finding]:
+def check_kind(model: Model) -> Iterator[Finding]:
     """Say what of a model is not served, as the hosts themselves would when they start."""
     config = model.config
     name = f"{model.name}: {', '.join(model.architectures) or config.get('model_type')}"
@@ -140,14 +139,6 @@ def check_kind(model: Model, is_draft: bool = False) -> Iterator[Finding]:
         what = f"{name} has {', '.join(sorted(kinds)) or 'state-space'} layers"
         why = "hosts serve full and sliding-window attention: a state cannot forget rejected drafts"
         yield Finding("models", "problem", what, why, fix)
-    elif is_draft and _is_head(model):
-        yield Finding(
-            "models",
-            "problem",
-            f"{name} is a head that reads the target's hidden states",
-            "Outrider drafts with models of their own; such heads are not supported yet",
-            "give a small model of the same family, or none: drafts are looked up in the text then",
-        )
     elif any(one.startswith(_HYBRID_WINDOWS) for one in model.architectures):
         yield Finding(
             "models",
@@ -178,14 +169,6 @@ def check_kind(model: Model, is_draft: bool = False) -> Iterator[Finding]:
         assert total is not None
         how = "packed weights" if model.quantized else model.dtype
         yield Finding("models", "ok", f"{name}, {len(model.loaded)} tensors, {how}, {size(total)}")
-
-
-def _is_head(model: Model) -> bool:
-    names = " ".join(model.architectures).lower()
-    tensors = (tensor.name for tensor in model.tensors or ())
-    return any(part in names for part in _HEADS) or any(
-        name == "fc.weight" or name.startswith("midlayer.") for name in tensors
-    )
 
 
 def check_cost(target: Model, draft: Model, plan: Plan, on_cpu: bool) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.doctor.finding import LEVELS, Finding, size
+from outrider.doctor.heads import check_head, is_head
 from outrider.doctor.known_bad import Facts, check_known_bad
 from outrider.doctor.machine import Machine, check_machine, look
 from outrider.doctor.memory import Budget, budget, check_memory
@@ -119,12 +120,15 @@ def examine(
         findings += check_server(served, target, draft, plan)
         findings += _unread(served, target)
     if target is not None:
-        models = [target, draft] if draft else [target]
+        head = draft if draft is not None and is_head(draft) else None
+        models = [target, draft] if draft and head is None else [target]
         for model in models:
-            findings += [*model.findings, *check_kind(model, model is draft)]
+            findings += [*model.findings, *check_kind(model)]
         findings += _dtype(models, plan, in_sglang)
-        findings += check_context(target, draft, plan, in_sglang)
-        if draft is not None:
+        findings += check_context(target, None if head else draft, plan, in_sglang)
+        if head is not None:
+            findings += [*head.findings, *check_head(target, head)]
+        elif draft is not None:
             findings += check_tokens(target, draft)
             findings += check_cost(target, draft, plan, machine.device == "cpu")
             cost = Cost.of(target, draft, plan, plan.draft_bits)
