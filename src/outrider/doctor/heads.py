@@ -84,7 +84,7 @@ def _check_count(head: Model, layers: int, how: str) -> Iterator[Finding]:
         yield Finding(
             "models", "warning",
             f"{head.name}: the layer ids {list(ids)} are the usual ones as {names[how]} count them",
-            f"in the format of {how} they name the neighbours: drafts would be worse, answers the same",
+            f"as {how} counts they name the neighbours: drafts would be worse, answers the same",
             "compare the accept length with ids that are one "
             + ("less" if how == "SGLang" else "more"),
         )  # fmt: skip
