@@ -1,9 +1,9 @@
 """Heads that others' code made, written and ran give the same logits here.
 
-The others are SpecForge 0.2 and speculators 0.9, which CI does not install: with their many
-requirements they would replace what is here. To run these tests:
+The others are SpecForge 0.2 and speculators 0.9. With their many requirements they would replace
+what is here, so they are installed beside it:
 
-    pip install --no-deps --target DIR specforge==0.2.0 speculators==0.9.0
+    pip install --no-deps --target DIR -r requirements/heads-references.txt
     PYTHONPATH=src:DIR pytest tests/drafters/heads/test_references.py
 """
 
