@@ -26,6 +26,7 @@ PAGES = [
         f"docs/{name}.md"
         for name in (
             "control",
+            "heads",
             "scaling",
             "kernels",
             "paced",
@@ -47,6 +48,7 @@ _FENCED = re.compile(r"^(`{3,}).*?^\1$", re.MULTILINE | re.DOTALL)
 # no measurements: versions, names of models, code, addresses, tables that are filled
 _NAMED = re.compile(
     r"\d+\.\d+\.\d[\w.]*|(?:Transformers|Triton|Python|Llama|Apache|arXiv|vLLM|CUDA)[- ][\d.]*\d"
+    r"|(?:EAGLE|GLM|SpecForge|speculators)[- ][\d.]*\d"
     r"|Qwen[\d.]+|Llama-[\d.]+|\d\.\d+[BM]\b|`[^`]*`|\]\([^)]*\)"
 )
 _DECIMAL = re.compile(r"(?<![\w.])\d+\.\d+(?![\w.]*\d)")
@@ -99,6 +101,16 @@ def adaptive_cells() -> Iterator[Row]:
             *(c["kind"], str(c["batch"]), speed, plain, c["best_fixed"], fixed, tiers),
             *(adaptive, ratio, two(same_backend(c["kind"], c["batch"]))),
         ]
+
+
+def heads() -> Iterator[Row]:
+    """Tokens a step and acceptance by depth, of heads and others."""
+    found = result("heads")
+    depths = [f"at {depth}" for depth in range(1, found["max_drafts"] + 1)]
+    yield ["drafter", "sampling", "tokens a step", *depths]
+    for run in found["runs"]:
+        row = [run["drafter"], run["sampling"], two(run["tokens_per_step"])]
+        yield [*row, *map(two, run["accepted_at"])]
 
 
 def regimes() -> Iterator[Row]:
@@ -273,7 +285,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
         paced_by_batch_0_5_23, paced_cells, paced_context, paced_parts, kernels_static,
-        compatibility,
+        compatibility, heads,
     )
 }  # fmt: skip
 
