@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "control": {"core", "drafters", "control"},
     "hosts": {"core", "kernels", "drafters", "control", "hosts"},
     "engines": {"core", "drafters", "hosts", "engines"},
-    "doctor": {"core", "hosts", "engines", "report", "doctor"},
+    "doctor": {"core", "drafters", "hosts", "engines", "report", "doctor"},
     "explain": {"core", "drafters", "control", "hosts", "engines", "report", "explain"},
     "audit": {"core", "engines", "report", "audit"},
     "bench": {"core", "engines", "report", "audit", "bench"},
