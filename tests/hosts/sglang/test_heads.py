@@ -284,8 +284,11 @@ def test_layers_that_sglang_does_not_give_are_refused(tmp_path):
 
 def test_hidden_states_for_callers_and_for_heads_are_two_things():
     args = SimpleNamespace(enable_return_hidden_states=True)
-    with pytest.raises(Unsupported, match="--enable-return-hidden-states with a head"):
-        settings._check_heads({"eagle3": str(HEAD)}, args)
+    for also in ({}, {"return_hidden_states_mode": "last"}):
+        args.enable_return_hidden_states = not also
+        args.__dict__.update(also)
+        with pytest.raises(Unsupported, match=r"return-hidden-states.* with a head"):
+            settings._check_heads({"eagle3": str(HEAD)}, args)
     with pytest.raises(Unsupported, match="the name 'ngram'"):
         settings._check_heads({"ngram": str(HEAD)}, args)
     with pytest.raises(Unsupported, match=r"DFlash head .* in SGLang"):

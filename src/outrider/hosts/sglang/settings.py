@@ -154,9 +154,11 @@ def _check_heads(paths: dict[str, str], server_args: Any) -> None:
             raise Unsupported(f"the DFlash head {path} in SGLang", fix="use it with Transformers")
         if name in (ADAPTIVE, MODEL, TIERS, *OURS):
             raise Unsupported(f"a head of the name {name!r}", fix="choose another name for it")
-    if server_args.enable_return_hidden_states:
+    # 0.5.23 has both
+    mode = getattr(server_args, "return_hidden_states_mode", None)
+    if server_args.enable_return_hidden_states or mode is not None:
         raise Unsupported(
-            "--enable-return-hidden-states with a head",
+            "--enable-return-hidden-states or --return-hidden-states-mode with a head",
             fix="leave one out: SGLang returns either the last states or those that heads read",
         )
 
