@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import pytest
 
-from outrider.engines import Counts, Query, open_engine
+from outrider.engines import Counts, Query, draft_kind, open_engine
 from outrider.engines.server import parse_metrics
-from outrider.errors import Unsupported
+from outrider.errors import Unsupported, UsageError
 
 WORDS = ["one", " two", " three"]
 METRICS = """# HELP outrider:verify_steps_total Verify passes.
@@ -188,7 +188,16 @@ def test_what_cannot_be_asked_says_what_to_do(url):
 
 
 MODES = ["", "#mode=assisted,draft={draft}", "#mode=lookup", "#draft={draft}", "#drafter=suffix"]
-MODES += ["#draft={draft},drafter=adaptive"]
+MODES += ["#draft={draft},drafter=adaptive", "#draft={head}", "#draft={head},drafter=adaptive"]
+
+
+def test_a_head_is_told_from_a_model(model_dir):
+    target = model_dir("tiny-target")
+    kinds = {"head": "eagle3", "mtp": "mtp", "draft": "model", "nothing": "model"}
+    assert {name: draft_kind(str(target.parent / name)) for name in kinds} == kinds
+    for option in ("mode=assisted", "draft_bits=8"):
+        with pytest.raises(UsageError, match="with the eagle3 head"):
+            open_engine(f"transformers:{target}#draft={target.parent / 'head'},{option}")
 
 
 def test_all_modes_of_transformers_say_the_same(model_dir):
@@ -197,7 +206,8 @@ def test_all_modes_of_transformers_say_the_same(model_dir):
     queries = [Query(text, chat=False, max_tokens=24, logprobs=2) for text in prompts]
     said = []
     for mode in MODES:
-        engine = open_engine(f"transformers:{target}{mode.format(draft=draft)}")
+        mode = mode.format(draft=draft, head=target.parent / "head")
+        engine = open_engine(f"transformers:{target}{mode}")
         answers = engine.ask(queries, 2)
         said.append([[token.text for token in a.tokens] for a in answers])
         assert all(len(a.tokens) == a.count == 24 for a in answers)

@@ -526,3 +526,11 @@ def test_sigterm_ends_as_an_interruption(tmp_path):
     )  # fmt: skip
     assert done.returncode == Exit.INTERRUPTED, done.stderr
     assert "interrupted" in done.stderr
+
+
+def test_drafts_are_asked_for_by_what_drafts(model_dir):
+    """Every second pair of answers has drafts, whether they pay or not."""
+    tiny = model_dir("tiny-target").parent
+    drafts = {None: "ngram", str(tiny / "draft"): "model", str(tiny / "head"): "eagle3"}
+    for draft, drafter in drafts.items():
+        assert Wanted("target", draft).drafting["drafter"] == drafter

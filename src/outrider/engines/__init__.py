@@ -24,6 +24,7 @@ from outrider.engines.base import (
     base_url,
     both_modes,
     check_drafter,
+    draft_kind,
     open_engine,
 )
 
@@ -38,5 +39,6 @@ __all__ = [
     "base_url",
     "both_modes",
     "check_drafter",
+    "draft_kind",
     "open_engine",
 ]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ __all__ = [
     "base_url",
     "both_modes",
     "check_drafter",
+    "draft_kind",
     "open_engine",
 ]
 
@@ -302,6 +304,15 @@ def check_drafter(name: str) -> None:
     known = known_drafters("adaptive", "model")
     if name not in known:
         raise UsageError(f"drafter {name!r}", fix=f"choose one of {', '.join(known)}")
+
+
+def draft_kind(path: str) -> str:
+    """Return what a draft is, by its files here: "model", or a kind of head as `eagle3`."""
+    if not (Path(path) / "config.json").is_file():
+        return "model"  # a name of the hub, or a mistake that whoever loads it will meet
+    from outrider.drafters.heads.formats import kind_of, read_config
+
+    return kind_of(read_config(Path(path)))
 
 
 def base_url(url: str) -> str:

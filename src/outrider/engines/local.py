@@ -16,6 +16,7 @@ from outrider.engines.base import (
     Refused,
     Token,
     check_drafter,
+    draft_kind,
     said,
 )
 from outrider.errors import Unsupported, UsageError
@@ -82,10 +83,25 @@ class LocalEngine:
         self._max_drafts: int = options.get("max_drafts", 8)
         self.model = self._load(model)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        self._draft = self._load(str(options["draft"])) if "draft" in options else None
+        self._draft = self._load_draft(str(options["draft"])) if "draft" in options else None
         self._quantized: dict[int, Any] = {}
         self._drafter = self._make_drafter() if self.mode == OUTRIDER else None
         self._counts = Counts()
+
+    def _load_draft(self, name: str) -> Any:
+        """Return a draft model, or a head, which is loaded when its target is known."""
+        kind = draft_kind(name)
+        if kind == "model":
+            return self._load(name)
+        refused = {
+            "mode=assisted": self.mode == ASSISTED,
+            "draft_bits": "draft_bits" in self._options,
+        }
+        for what in (what for what, is_so in refused.items() if is_so):
+            raise UsageError(f"{what} with the {kind} head {name}", fix="leave it out")
+        import outrider
+
+        return outrider.load_drafter(name)
 
     def _load(self, name: str) -> Any:
         from transformers import AutoModelForCausalLM

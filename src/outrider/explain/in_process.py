@@ -9,7 +9,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.engines import check_drafter
+from outrider.engines import check_drafter, draft_kind
 from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import (
     TOP,
@@ -104,6 +104,10 @@ def _load(options: ExplainOptions) -> tuple[Any, Any, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def load(path: str | Path, dtype: torch.dtype) -> Any:
+        if draft_kind(str(path)) != "model":
+            import outrider
+
+            return outrider.load_drafter(path)
         try:
             return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
         except (OSError, ValueError) as error:

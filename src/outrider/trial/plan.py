@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from outrider.engines import draft_kind
 from outrider.engines.process import sglang_command
 from outrider.errors import UsageError
 
@@ -76,7 +77,8 @@ class Wanted:
     @property
     def drafting(self) -> dict[str, Any]:
         """Options of a request that has drafts, whether they pay or not."""
-        return {"drafter": "ngram" if self.draft is None else "model", "max_drafts": DRAFTS}
+        drafter = "ngram" if self.draft is None else draft_kind(self.draft)
+        return {"drafter": drafter, "max_drafts": DRAFTS}
 
     @property
     def arguments(self) -> dict[str, Any]:
