@@ -23,6 +23,7 @@ from outrider.drafters.heads.drafter import HeadModel
 from outrider.hosts.sglang import heads, settings
 from outrider.hosts.sglang.heads import SglangHead, draft_kind
 from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.profile import Profile
 
 TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
 TARGET, HEAD = TINY / "target", TINY / "head"
@@ -274,6 +275,15 @@ def test_kinds_of_draft_models(tmp_path):
     assert draft_kind(str(TARGET)) == "model"
     with pytest.raises(Unsupported, match="the draft model"):
         draft_kind(str(tmp_path / "nothing"))
+
+
+def test_names_of_heads():
+    args = SimpleNamespace(speculative_draft_model_path=str(HEAD))
+    more = Profile(drafters={"ngram": {"min_n": 1}, "mine": {"path": "x"}})
+    assert heads.head_paths(more, args) == {"eagle3": str(HEAD), "mine": "x"}
+    assert more.names("eagle3") == ["adaptive", "ngram", "mine", "eagle3", "none"]
+    with pytest.raises(Unsupported, match="two heads of the name 'eagle3'"):
+        heads.head_paths(Profile(drafters={"eagle3": {"path": "x"}}), args)
 
 
 def test_layers_that_sglang_does_not_give_are_refused(tmp_path):

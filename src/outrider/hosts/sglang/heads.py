@@ -89,7 +89,13 @@ def head_paths(profile: Profile, server_args: Any) -> dict[str, str]:
     path = server_args.speculative_draft_model_path
     kind = draft_kind(path)
     own = {} if kind is None or kind == MODEL else {kind: str(path)}
-    return own | profile.head_paths()
+    others = profile.head_paths()
+    if own.keys() & others:
+        raise Unsupported(
+            f"two heads of the name {kind!r}, by --speculative-draft-model-path and the profile",
+            fix="give the profile's another name",
+        )
+    return own | others
 
 
 def layers_to_capture(paths: Sequence[str], num_layers: int) -> list[int]:
