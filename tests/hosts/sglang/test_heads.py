@@ -251,7 +251,6 @@ def test_the_kernels_compute_the_same():
         [*command, __file__], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "2 passed" in done.stdout
 
 
 def test_states_that_cannot_be_read_are_a_fault_of_drafting(head, runner):
