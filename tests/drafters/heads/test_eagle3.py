@@ -334,6 +334,7 @@ def test_a_target_with_too_few_layers_is_refused(head, tmp_path):
 def test_kinds():
     assert kind_of(SPECFORGE) == kind_of(SPECULATORS) == "eagle3"
     assert kind_of({"architectures": ["LlamaForCausalLM"]}) == kind_of({}) == "model"
+    assert kind_of({**SPECFORGE, "architectures": ["LlamaForCausalLM"]}) == "eagle3"
 
 
 def test_rotary_frequencies_are_transformers():

@@ -60,6 +60,8 @@ def kind_of(config: Mapping[str, Any]) -> str:
     if ("Eagle" in name and "CausalLM" in name) or "DFlash" in name:
         known = ", ".join(ARCHITECTURES)
         raise Unsupported(f"a head of the kind {name!r}", fix=f"use {known}, ...NextN or ...MTP")
+    if config.get("draft_vocab_size") is not None:  # EAGLE's authors call it LlamaForCausalLM
+        return "eagle3"
     return MODEL
 
 
