@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.control.adaptive import AdaptiveDrafter, adaptive_drafter
-from outrider.control.model_choice import TRY
+from outrider.control.model_choice import CREDIT, SHARE, Account
+from outrider.control.step import Step
 from outrider.core import Budget, KeyedCoins, Outcome, Proposal, chain
 
 K = 6
@@ -236,7 +237,7 @@ class Behind(Guesser):
     def catch_up(self, requests):
         assert [request.id for request in requests] in ([], [1])
         self.chunks -= len(requests)
-        self.queued += 0.5 * len(requests)
+        self.queued += 0.05 * len(requests)
         return 512 * len(requests)
 
     def propose(self, requests, budget):
@@ -266,7 +267,7 @@ def test_the_time_of_catching_up_is_not_taken_for_that_of_other_passes():
         return 0.1 + waiting
 
     world = World(2, verify, 0.01)
-    model = Behind("model", 0.9, passes=world.draft_passes, chunks=30)
+    model = Behind("model", 0.9, passes=world.draft_passes, chunks=10)
     drafter = AdaptiveDrafter({"free": Guesser("free", 0.6)}, model, clock=world.clock)
     drafter.cost.draft.observe(2, world.draft)
     world.run(drafter, 40)
@@ -324,10 +325,11 @@ def test_a_tree_has_no_more_drafts_than_are_allowed():
 
 
 def test_the_slowdown_guard_has_the_last_word():
-    """Times that the drafter is not told of, where there are drafts: it stops all the same."""
+    """Drafts whose time is not learned, by a fault of the estimates: they stop all the same."""
     world = World(1)
     free = Guesser("free", 0.9)
     drafter = AdaptiveDrafter({"free": free}, clock=world.clock)
+    drafter.cost.host.observe = lambda requests, seconds: None
     free.passes = lambda count: world.draft_passes(100)  # two seconds for what was to be free
     world.run(drafter, 400)
     assert drafter.slowdown_guard.trips > 0
@@ -338,14 +340,16 @@ class Overlapped(World):
     """A host that need not wait for drafts: it looks for them before a launch, or after it.
 
     exposed: seconds for which the device waits if it looks before
+    ahead: whether it tells control that it can
     """
 
     exposed = 0.03
+    ahead = True
 
     def step(self, drafter):
+        drafter.cost.launches_ahead = self.ahead
         if not drafter.is_asleep:
             self.seconds += self.exposed
-            drafter.waited(self.exposed)
             super().step(drafter)
             return
         budget = Budget((K,) * len(self.requests), "match", KeyedCoins(), self.trees)
@@ -367,7 +371,7 @@ def test_nobody_waits_for_drafts_that_are_never_right(batch):
     # the twin: a drafter that cannot sleep pays for looking in every step
     twin = Overlapped(batch)
     sleepless = AdaptiveDrafter({"free": Guesser("free", 0.05)}, clock=twin.clock)
-    sleepless.waited = lambda seconds: None
+    twin.ahead = False
     assert twin.run(sleepless, 400) < 0.85 * plain
 
 
@@ -391,14 +395,16 @@ def test_a_model_that_may_be_worth_it_is_waited_for():
     assert world.run(drafter, 200) > 1.5 * (1 / 0.1)
 
 
-def test_waits_are_learnt_and_their_estimate_falls():
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.5)}, clock=lambda: 0.0)
-    drafter.waited(0.01)
-    drafter.waited(5.0)  # once: somebody else had the machine
-    assert 0.01 < drafter.exposed < 0.012
-    before = drafter.exposed
-    drafter.look(World(2).requests, Budget((K, K), "match", KeyedCoins(), False))
-    assert drafter.exposed < before
+def test_plain_decoding_is_that_of_steps_launched_ahead():
+    """Drafts that beat only a step that waits for them are not used."""
+    world = Overlapped(1)
+    # two passes of 0.02 and a wait of 0.03 in 0.17 seconds bring 1.5 tokens: 0.113 for each
+    model = Guesser("model", 0.4, passes=world.draft_passes)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.0)}, model, clock=world.clock)
+    world.run(drafter, 200)
+    assert drafter.cost.plain(0, 1) == pytest.approx(0.1, rel=0.1)
+    assert world.run(drafter, 600) > 0.97 * (1 / 0.1)
+    assert drafter.cost.waiting(0, 1) == pytest.approx(world.exposed, rel=0.5)
 
 
 def test_asleep_a_model_that_is_no_use_is_tried_seldom():
@@ -407,8 +413,45 @@ def test_asleep_a_model_that_is_no_use_is_tried_seldom():
     drafter = AdaptiveDrafter({"free": Guesser("free", 0.0)}, model, clock=world.clock)
     world.run(drafter, 200)
     asked = model.asked
-    assert world.run(drafter, 640) >= 0.95 * 4 / 0.1
-    assert 0 < model.asked - asked <= 640 / TRY + 5
+    assert world.run(drafter, 1000) >= (1 - 2 * SHARE) * 4 / 0.1
+    assert model.asked - asked > 0
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_a_request_may_be_taken_away_while_its_step_is_under_way(asleep):
+    world = World(2)
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.9)}, clock=world.clock)
+    world.run(drafter, 20)
+    before = drafter.cost.verify.seconds(2)
+    budget = Budget((K, K), "match", KeyedCoins(), False)
+    (drafter.look if asleep else drafter.propose)(world.requests, budget)
+    world.seconds += 5.0
+    left = world.requests[1]
+    drafter.observe([Outcome(left, (left.text(0),), (0,), 0, 0, None)])
+    drafter.meanwhile()
+    assert drafter.cost.verify.seconds(2) == before
+
+
+def test_an_account_may_spend_what_is_saved_and_a_share_of_all_time():
+    def step(seconds, tokens, without=0.0):
+        return Step(0.0, 1, 100, seconds=seconds, tokens=tokens, without=without)
+
+    account = Account()
+    assert not account.is_overdrawn  # a new model is tried at once
+    while not account.is_overdrawn:
+        account.observe(step(3.0, 1, without=1.0), 1.0)  # two seconds lost
+    below, steps = -account.balance, 0
+    while account.is_overdrawn:
+        account.observe(step(1.0, 1), 1.0)
+        steps += 1
+    assert steps == pytest.approx(below / SHARE, abs=1)
+    account.observe(step(1.0, 11, without=1.0), 1.0)  # ten seconds saved
+    for _ in range(4):
+        account.observe(step(3.0, 1, without=1.0), 1.0)
+        assert not account.is_overdrawn
+    for _ in range(100):
+        account.observe(step(1.0, 11, without=1.0), 1.0)
+    assert account.balance == CREDIT
 
 
 def test_knots_is_the_former_name_of_row_buckets():

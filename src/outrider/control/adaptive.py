@@ -16,10 +16,14 @@ The order of a step:
 The host need not report times. The target's pass lasts from a proposal to its outcome, and the
 draft model's passes are timed inside `propose`.
 
+A host that can launch plain steps ahead never makes the device wait in them. While drafts do not
+pay for their wait, control is *asleep*: the host launches plain steps, and control only looks for
+drafts while the device works.
+
 Exploration: a batch size that was never seen starts with a plain step. While drafts gain little,
 every CHECK-th step is plain. A draft model that is not called has an optimistic estimate, which
-grows until it is tried. The slowdown guard compares measured totals with plain decoding, whatever
-was planned.
+grows until it is tried; how much time tries may cost is limited (`model_choice`). The slowdown
+guard compares measured totals with plain decoding, whatever was planned.
 """
 
 from __future__ import annotations
@@ -49,9 +53,6 @@ CHECK, CLOSE = 16, 1.2
 """While a plan promises less than CLOSE times plain decoding, every CHECK-th step is plain. The
 time of plain steps must be recent, because plans are compared with it."""
 
-EXPOSED_DECAY = 0.997
-"""Factor by which the estimated wait before a launch falls in each step without one."""
-
 
 class AdaptiveDrafter:
     """Chooses, for each request and step, who drafts and how much is verified.
@@ -62,12 +63,10 @@ class AdaptiveDrafter:
     clock: returns seconds, from any origin
     row_buckets: sizes of the host's captured graphs, if it has any
     on_step: called with each step that is over
-    exposed: estimated seconds that the device waits while drafts are made before a launch. A host
-        that can launch without drafts reports these waits (`waited`)
     padded: whether the last proposal should be verified by a padded pass: see `StepCost`
     hidden_layers: what the model reads of the target, if it is a head
-    is_asleep: whether drafts gain less than the wait for them costs. The host may then launch plain
-        steps, and call `look` while the device works
+    is_asleep: whether drafts gain less than the wait for them costs. A host that launches ahead
+        (`cost.launches_ahead`) then launches plain steps, and calls `look` while the device works
     """
 
     name = "adaptive"
@@ -83,7 +82,7 @@ class AdaptiveDrafter:
     ) -> None:
         self.acceptance, self.cost = Acceptance(), StepCost(row_buckets)
         self.slowdown_guard = SlowdownGuard()
-        self.exposed, self.is_asleep, self.padded = 0.0, False, False
+        self.is_asleep, self.padded = False, False
         self._free, self._margin, self._clock = dict(free), margin, clock
         self._on_step = on_step
         for name in self._free:
@@ -100,10 +99,12 @@ class AdaptiveDrafter:
         self._rows: Ints = NO_INDICES
         self._last = Proposed((), Proposal.empty(0), NO_INDICES, ())
         self._done: Done | None = None
-        self._observed = clock()
+        self._observed: float | None = None  # when the last outcome came, if nothing came between
 
     def start(self, requests: Sequence[Request]) -> None:
         """Introduce the requests to every drafter."""
+        if requests:
+            self._observed = None  # their prompts were read
         for drafter in self._drafters:
             drafter.start(requests)
 
@@ -119,7 +120,7 @@ class AdaptiveDrafter:
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Return the drafts that are expected to emit the most tokens per second."""
-        step = self._begin(requests, self._clock())
+        step = self._begin(requests)
         self._ask_free(requests, budget)
         plan, nodes = self._choose(requests, budget, join(self._offers, budget), step)
         proposal: Proposal = Proposal.empty(len(requests))
@@ -133,11 +134,12 @@ class AdaptiveDrafter:
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Tell every drafter what was emitted. Control learns from the step in `meanwhile`."""
         self.meanwhile()
-        self._observed = self._clock()
+        self._observed = now = self._clock()
         done = Outcomes.of(outcomes)
-        if self._step is not None:
-            step, self._step = self._step, None
-            step.seconds, step.tokens = self._clock() - step.t, len(done.tokens)
+        step, self._step = self._step, None
+        # if a request was taken away meanwhile, nothing is learned from the step
+        if step is not None and step.requests == len(done.requests):
+            step.seconds, step.tokens = now - step.t, len(done.tokens)
             step.padded = self.padded and step.speculated
             self._done = Done(step, self._offers, self._rows, done)
             if self._on_step is not None:
@@ -153,6 +155,9 @@ class AdaptiveDrafter:
         # passes that catch up are queued before the target's: such a step's time is not its own
         if not done.step.caught_up:
             self._learn_times(done.step)
+        if self._model_choice is not None:
+            plain = self.cost.plain(done.step.context, done.step.requests)
+            self._model_choice.account.observe(done.step, plain)
         if self._on_step is not None:
             self._on_step(done.step)
         for offer in done.offers:
@@ -164,27 +169,24 @@ class AdaptiveDrafter:
         They are only scored against the emitted tokens. Control wakes up if they would have gained
         more than the waits for them cost.
         """
-        self.exposed *= EXPOSED_DECAY
-        batch, step = len(requests), self._begin(requests, self._observed)
+        batch, step = len(requests), self._begin(requests)
+        step.ahead = step.follows
         self._ask_free(requests, budget)
         plan = join(self._offers, budget)
         self._last = Proposed(requests, Proposal.empty(batch), NO_INDICES, self._offers)
         step.rows, step.proposed = batch, step.t
-        if self.slowdown_guard.is_tripped or not self.cost.verify.has_seen(batch):
+        if self.slowdown_guard.is_tripped or not self._has_seen(batch):
             return
         now = self._situation(requests, budget, plan, step)
+        # a step with drafts waits, and so does the step after it
+        now.seconds[batch + 1 :] += self.cost.waiting(step.context, batch)
         # the step emits a token for the first place: the next step could verify the others
         later = plan.survival[plan.tree.depths > 1]
-        # a step with drafts waits, and so does the step after it
-        should_wake = self._is_worth_waiting(later, batch, now.seconds, waits=2)
+        plain = batch / float(now.seconds[batch])
+        should_wake = best_goodput(later, batch, now.seconds) > (1 + self._margin) * plain
         if not should_wake and self._model_choice is not None:
-            should_wake = self._model_choice.should_wake(now, self.exposed)
+            should_wake = self._model_choice.should_wake(now)
         self.is_asleep = not should_wake
-
-    def waited(self, seconds: float) -> None:
-        """Learn how long the device waited while drafts were made before a launch."""
-        clipped = min(seconds, 2 * self.exposed) if self.exposed else seconds
-        self.exposed += 0.1 * (clipped - self.exposed) if self.exposed else clipped
 
     def used(self, request: Request) -> str:
         """Return who drafted for a request in the last step; "" if nobody did."""
@@ -197,14 +199,19 @@ class AdaptiveDrafter:
             return self._last.names()
         return [self.used(request) for request in requests]
 
-    def _begin(self, requests: Sequence[Request], t: float) -> Step:
-        context = sum([request.length for request in requests])
-        self._step = step = Step(t, len(requests), context)
+    def _begin(self, requests: Sequence[Request]) -> Step:
+        context, before = sum([request.length for request in requests]), self._observed
+        t = self._clock() if before is None else before
+        self._step = step = Step(t, len(requests), context, follows=before is not None)
         self._rows = self.acceptance.rows([request.id for request in requests])
         self._offers = []
-        if not self.cost.verify.has_seen(step.requests):
+        if not self._has_seen(step.requests):
             self.meanwhile()  # the step that is not learned from yet may have been the first
         return step
+
+    def _has_seen(self, batch: int) -> bool:
+        """Say whether the time of a plain step of so many requests is known."""
+        return self.cost.verify.has_seen(batch) or self.cost.ahead.has_seen(batch)
 
     def _ask_free(self, requests: Sequence[Request], budget: Budget) -> None:
         if not self.slowdown_guard.is_tripped:
@@ -232,20 +239,17 @@ class AdaptiveDrafter:
     ) -> tuple[Plan, Ints]:
         """Return the drafts to verify, and their plan: the draft model may have added to it."""
         batch = len(requests)
-        if self.slowdown_guard.is_tripped or not self.cost.verify.has_seen(batch):
-            self.is_asleep = self.exposed > 0
+        self.is_asleep = self.cost.launches_ahead
+        if self.slowdown_guard.is_tripped or not self._has_seen(batch):
             return plan, NO_INDICES
         now = self._situation(requests, budget, plan, step)
         best = choose(plan.tree, plan.survival, now.seconds, self._margin)
         goodput, users = best.goodput, NO_INDICES
         if self._model_choice is not None:
             goodput, users = self._model_choice.users(now, goodput, step)
-        if self.exposed:
-            self.is_asleep = not len(users) and not self._is_worth_waiting(
-                plan.survival, batch, now.seconds
-            )
         if self._must_check_plain(goodput, batch, now.seconds):
             return plan, NO_INDICES
+        self.is_asleep = self.is_asleep and not len(best.nodes) and not len(users)
         if self._model_choice is not None and len(users):
             drafts = self._model_choice.draft(now, users, goodput, step)
             # the model's offer goes first: a draft that others propose too is counted as its own
@@ -262,18 +266,12 @@ class AdaptiveDrafter:
         is_close = goodput * float(seconds[batch]) < CLOSE * batch
         return is_close and self._since_plain[bucket] >= CHECK
 
-    def _is_worth_waiting(
-        self, survival: Floats, batch: int, seconds: Floats, waits: int = 1
-    ) -> bool:
-        """Say whether drafts gain more than it costs to wait for them before a launch."""
-        plain = batch / float(seconds[batch])
-        waiting = best_goodput(survival, batch, seconds + waits * self.exposed)
-        return waiting > (1 + self._margin) * plain
-
     def _learn_times(self, step: Step) -> None:
         given = step.rows, step.context, step.target_seconds, step.requests, step.padded
-        self.cost.observe(*given)
-        if not step.speculated:
+        self.cost.observe(*given, step.ahead)
+        if step.follows and not step.ahead:
+            self.cost.host.observe(step.requests, step.host_seconds)
+        if step.ahead or not (step.speculated or self.cost.launches_ahead):
             self._since_plain[self.cost.verify.row_bucket(step.rows)] = 0
         plain = self.cost.plain(step.context, step.requests) / step.requests
         self.slowdown_guard.observe(step.speculated, step.seconds, step.tokens * plain)

@@ -1,10 +1,14 @@
 """The time of a step, learned from the steps of this machine.
 
-A step's time has two parts:
+The time of a pass has two parts:
 
-* a pass over the rows, by row bucket: see `curve`;
+* the rows, by row bucket: see `curve`;
 * reading the cache: a slope per cached token. It is learned from steps of the same row bucket that
   read different numbers of tokens.
+
+A step with drafts is launched when the step before it has been read, and *host* time passes between
+the two. A host that can launch *ahead* does not wait in a plain step. The time of such steps is
+learned separately: that is the plain decoding that drafts have to beat.
 
 Some attention backends read a request's cache once for all of its rows; others read it once per
 row. A host of the second kind may also have a *padded* pass, which reads the cache once but has the
@@ -13,7 +17,7 @@ same number of rows for every request. A step with drafts then takes the time of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +25,8 @@ from numpy.typing import NDArray
 from outrider.control.curve import CLIP, ROW_BUCKETS, Curve
 from outrider.control.estimate import RATE, Estimate
 
-FEW_TOKENS = 2.0**26
-"""Weight of a slope of zero, in tokens squared: one difference of 8,192 tokens. If contexts differ
+FEW_TOKENS = 2.0**30
+"""Weight of a slope of zero, in tokens squared: one difference of 32,768 tokens. If contexts differ
 by less in total, the slope stays near zero. A machine that is slow for some seconds must not be
 mistaken for a long context."""
 
@@ -31,26 +35,29 @@ SHORT = 2.0**15
 
 
 class Slope:
-    """Seconds per cached token, from steps of the same row bucket.
+    """Seconds per cached token, from steps of the same kind.
 
     value: the slope, in seconds per token
     """
 
     def __init__(self) -> None:
-        self._means: dict[int, tuple[float, Estimate]] = {}  # by bucket: context and seconds
+        self._means: dict[Hashable, tuple[float, Estimate]] = {}  # by kind: context and seconds
         self._product = self._square = 0.0
         self.value = 0.0
 
-    def observe(self, bucket: int, context: int, seconds: float) -> None:
-        """Learn from a step of this row bucket that read so many cached tokens."""
-        mean, usual = self._means.get(bucket, (float(context), Estimate(seconds)))
+    def observe(self, kind: Hashable, context: int, seconds: float) -> None:
+        """Learn from a step that read so many cached tokens.
+
+        kind: steps of the same kind differ only in what they read
+        """
+        mean, usual = self._means.get(kind, (float(context), Estimate(seconds)))
         # a much longer context may take much longer: that is no outlier
         times = (context + SHORT) / (mean + SHORT)
         times = max(times, 1 / times)
         more, longer = context - mean, usual.observe(seconds, CLIP * times * usual.value)
-        self._means[bucket] = mean + RATE * more, usual
-        if usual.is_wrong:  # the times changed for another reason: start this bucket again
-            del self._means[bucket]
+        self._means[kind] = mean + RATE * more, usual
+        if usual.is_wrong:  # the times changed for another reason: start this kind again
+            del self._means[kind]
             return
         self._product = 0.99 * self._product + more * longer
         self._square = 0.99 * self._square + more * more
@@ -60,7 +67,11 @@ class Slope:
 class StepCost:
     """The time of a step: one pass of the target, and the passes of a draft model.
 
-    verify: a pass of the target by rows, without the time to read the cache
+    verify: a pass of the target by rows, from its proposal to its outcome, without the time to read
+        the cache
+    host: from an outcome to the next proposal, by requests, without draft passes
+    ahead: a plain step that was launched ahead, from outcome to outcome, likewise
+    launches_ahead: whether the host launches plain steps ahead
     slope: seconds per cached token that a pass reads
     draft: a pass of the draft model by the tokens that it reads
     reads_each_row: whether a request's cache is read once for each of its rows
@@ -71,6 +82,7 @@ class StepCost:
     def __init__(self, row_buckets: Sequence[int] = ROW_BUCKETS) -> None:
         self.verify, self.draft, self.slope = Curve(row_buckets), Curve(row_buckets), Slope()
         self.reads_each_row, self.width, self.padded = False, 0, Curve()
+        self.host, self.ahead, self.launches_ahead = Curve(), Curve(), False
 
     def observe(
         self,
@@ -79,19 +91,21 @@ class StepCost:
         seconds: float,
         requests: int | None = None,
         padded: bool = False,
+        ahead: bool = False,
     ) -> None:
-        """Learn from one pass of the target.
+        """Learn from one pass of the target, or from a step that was launched ahead.
 
         context: tokens of all requests together
         requests: number of requests; None for a plain step, which has one row per request
         padded: whether it was a padded pass
+        ahead: whether the step was launched ahead
         """
         requests = rows if requests is None else requests
-        curve, read = self.verify, self._read(rows, context, requests)
+        curve, read = self.ahead if ahead else self.verify, self._read(rows, context, requests)
         if padded:
             curve, rows, read = self.padded, requests * self.width, context
         else:
-            self.slope.observe(curve.row_bucket(rows), read, seconds)
+            self.slope.observe((ahead, curve.row_bucket(rows)), read, seconds)
         curve.observe(rows, max(0.1 * seconds, seconds - self.slope.value * read))
 
     def observe_drafting(self, passes: int, requests: int, unread: int, seconds: float) -> None:
@@ -106,21 +120,38 @@ class StepCost:
     def table(self, rows: int, context: int, requests: int) -> NDArray[np.float64]:
         """Return the expected time of a step of 0, 1, ... up to so many rows, without drafting.
 
+        The entry of `requests` rows is a plain step, which may be launched ahead.
+
         context: tokens of all requests together
         requests: number of requests, at least 1. A backend that reads the cache once per row reads
             `context` once up to this many rows, and in proportion to the rows beyond.
         """
-        if not self.reads_each_row:
-            return self.verify.table(rows) + self.slope.value * context
-        reads = np.maximum(np.arange(rows + 1) / requests, 1.0)
-        found = self.verify.table(rows) + self.slope.value * context * reads
-        if self.width:
-            found[requests + 1 :] = found[requests + 1 :].clip(max=self._padded(context, requests))
+        if self.reads_each_row:
+            reads = np.maximum(np.arange(rows + 1) / requests, 1.0)
+            found = self.verify.table(rows) + self.slope.value * context * reads
+            if self.width:
+                most = self._padded(context, requests)
+                found[requests + 1 :] = found[requests + 1 :].clip(max=most)
+        else:
+            found = self.verify.table(rows) + self.slope.value * context
+        found += self.host.seconds(requests)
+        found[requests] = self.plain(context, requests)
         return found
 
     def plain(self, context: int, requests: int) -> float:
-        """Return the expected time of a plain step: one row per request."""
-        return self.verify.seconds(requests) + self.slope.value * context
+        """Return the expected time of a plain step, launched ahead if the host does that."""
+        seconds = self.verify.seconds(requests)
+        if self.ahead.has_seen(requests):
+            # its pass is not longer for being launched ahead: a slow one was an accident
+            seconds = min(seconds, self.ahead.seconds(requests))
+        elif not self.launches_ahead:
+            seconds += self.host.seconds(requests)
+        return seconds + self.slope.value * context
+
+    def waiting(self, context: int, requests: int) -> float:
+        """Return how much longer a plain step takes if it is not launched ahead."""
+        seconds = self.verify.seconds(requests) + self.host.seconds(requests)
+        return max(0.0, seconds + self.slope.value * context - self.plain(context, requests))
 
     def prefers_padded(self, rows: int, context: int, requests: int) -> bool:
         """Say whether a padded pass would be faster than the usual pass of so many rows."""

@@ -4,6 +4,12 @@ Two estimates of the model's acceptance are used. The *expected* one decides wha
 The *optimistic* one decides for whom the model is tried besides: it is higher for requests that
 little is known about, and it grows with each step in which the model is not called. If even 100 %
 acceptance would not pay for the draft passes, the model is not called.
+
+The model has an *account* of time, so that it cannot make decoding much slower, whatever the
+estimates say. A step with the model pays in the time that it saved, or draws the time that it lost,
+by what was measured. Every step pays in a small share of its time. While the account is overdrawn,
+the model is not called; and it is called for the optimistic estimate's sake only while the account
+is nearly full.
 """
 
 from __future__ import annotations
@@ -17,12 +23,24 @@ import numpy as np
 from outrider.control.acceptance import Acceptance
 from outrider.control.cost import StepCost
 from outrider.control.plan import Plan
-from outrider.control.policy import best_goodput
+from outrider.control.policy import NO_INDICES, best_goodput
 from outrider.control.step import Step
 from outrider.core import Bools, Budget, Drafter, Floats, Ints, Proposal, Request
 
-TRY = 64
-"""While control sleeps, the optimistic estimate is used after so many steps without the model."""
+SHARE = 0.01
+"""Share of all time that a model which never pays may cost: see `Account`."""
+
+CREDIT = 8.0
+"""The most that an account holds, and what a new one has, in plain steps. What single steps gain or
+lose must be well below it."""
+
+FOR_TRIES = 2.0
+"""How much of the credit can be spent on tries."""
+
+AS_BEFORE, RECENT = 0.5, 0.95
+"""A step with the model must promise at least this share of the goodput of the recent steps. (Where
+lookups have served well, they soon will again, and a long step with the model costs more than it
+brings.) With each step, the weight of those before falls by the factor RECENT."""
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of draft passes that are compared."""
@@ -66,10 +84,45 @@ class Situation:
     seconds: Floats
 
 
+class Account:
+    """Time that the draft model saved or lost, in plain steps. It may spend no more than there is.
+
+    balance: what is left
+    """
+
+    def __init__(self) -> None:
+        self.balance = CREDIT
+        self._plain = self._seconds = 0.0  # of recent steps: if they had been plain, and as it was
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as plain decoding the recent steps were."""
+        return self._plain / self._seconds if self._seconds else 1.0
+
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether the model must not be called."""
+        return self.balance < 0.0
+
+    @property
+    def allows_tries(self) -> bool:
+        """Whether the model may be called though it is not expected to pay."""
+        return self.balance > CREDIT - FOR_TRIES
+
+    def observe(self, step: Step, plain: float) -> None:
+        """Pay a step in. plain: seconds of a plain step of its requests"""
+        saved = step.tokens / step.without - step.seconds if step.without else 0.0
+        paid = (SHARE * step.seconds + saved) / plain if plain else 0.0
+        self.balance = min(self.balance + paid, CREDIT)
+        self._plain = RECENT * self._plain + step.tokens / step.requests * plain
+        self._seconds = RECENT * self._seconds + step.seconds
+
+
 class ModelChoice:
     """Decides when to call the draft model, and calls it.
 
     name: of the model
+    account: of the time that it may cost
     margin: share by which a step with the model must beat one without
     """
 
@@ -87,9 +140,11 @@ class ModelChoice:
         self._chances = acceptance.add(model.name, has_prior=True)
         assert self._chances.prior is not None
         self._prior = self._chances.prior
-        # steps since the model was last called: for each request, for any, and while asleep
+        self.account = Account()
+        # steps since the model was last called: for each request, and for any
         self._idle: dict[int, int] = {}
-        self._rest = self._asleep = 0
+        self._rest = 0
+        self._woke = False  # control is awake for the model's sake
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -102,43 +157,49 @@ class ModelChoice:
 
         without: goodput without the model
         """
-        most, batch = now.budget.max_drafts, len(now.requests)
-        unread = np.array([self._model.unread(request) for request in now.requests])
+        woke, self._woke = self._woke, False
         optimistic = self._optimistic(now)
+        if self.account.is_overdrawn:
+            return without, NO_INDICES
+        most, batch = now.budget.max_drafts, len(now.requests)
+        expected = self._prior.of(now.rows, np.ones(batch))
+        if not self.account.allows_tries:
+            optimistic = expected
+        unread = np.array([self._model.unread(request) for request in now.requests])
         ready = np.array([self._model.ready(request) for request in now.requests])
         if not ready.all():
             # catching up is done once and serves all later steps: it is not charged to this one
             ones = np.ones(batch, np.int64)
-            wanted = self._best(now, optimistic, without, most, ones, now.seconds)[1]
+            wanted = self._best(now, optimistic, without, most, ones)[1]
             behind = [now.requests[r] for r in np.flatnonzero(wanted & ~ready).tolist()]
             step.caught_up = self._model.catch_up(behind)
             most = np.where(ready, most, 0)
-        expected = self._prior.of(now.rows, np.ones(batch))
-        goodput, users = self._best(now, expected, without, most, unread, now.seconds)
-        if not users.all():
-            users = users | self._best(now, optimistic, goodput, most, unread, now.seconds)[1]
+        goodput, users = self._best(now, expected, without, most, unread)
+        if self.account.allows_tries and not users.all():
+            users = users | self._best(now, optimistic, goodput, most, unread)[1]
+        if woke or step.caught_up or users.any():
+            step.without = without
         return goodput, np.flatnonzero(users)
 
-    def should_wake(self, now: Situation, exposed: float) -> bool:
-        """Say whether the model would pay for the waits of a step with drafts.
+    def should_wake(self, now: Situation) -> bool:
+        """Say whether the model may pay for the waits of a step with drafts.
 
-        The expected acceptance decides. In every TRY-th step asleep, the optimistic one does.
-
-        exposed: seconds that the device waits if drafts are made before a launch
+        now: its times include these waits
         """
-        self._asleep += 1
-        batch = len(now.requests)
-        chances, plain = self._optimistic(now), batch / float(now.seconds[batch])
-        if self._asleep < TRY:
+        chances, batch = self._optimistic(now), len(now.requests)
+        if self.account.is_overdrawn:
+            return False
+        if not self.account.allows_tries:
             chances = self._prior.of(now.rows, np.ones(batch))
-        # a step with drafts waits, and so does the step after it
-        seconds, ones = now.seconds + 2 * exposed, np.ones(batch, np.int64)
-        return bool(self._best(now, chances, plain, now.budget.max_drafts, ones, seconds)[1].any())
+        plain, ones = batch / float(now.seconds[batch]), np.ones(batch, np.int64)
+        found = self._best(now, chances, plain, now.budget.max_drafts, ones)[1]
+        self._woke = bool(found.any())
+        return self._woke
 
     def draft(self, now: Situation, users: Ints, goodput: float, step: Step) -> Proposal:
         """Let the model draft for these requests, until a further pass is not worth its time."""
         requests, budget = now.requests, now.budget
-        self._rest = self._asleep = 0
+        self._rest = 0
         for r in users.tolist():
             self._idle[requests[r].id] = 0
         most = np.zeros(len(requests), np.int64)
@@ -160,7 +221,7 @@ class ModelChoice:
         A pass takes its own time, and adds one row per user to the target's pass.
         """
         table = self._cost.table(step.requests + int(most.sum()), step.context, step.requests)
-        row = (table[-1] - table[step.requests]) / most.sum()
+        row = (table[-1] - table[step.requests + 1]) / most.sum()
         gain = goodput * float(self._cost.draft.seconds(users) + users * row)
         return min(gain, 0.99 * users)  # the first pass is always made
 
@@ -195,7 +256,6 @@ class ModelChoice:
         goodput: float,
         most: Ints,
         unread: Ints,
-        seconds: Floats,
     ) -> tuple[float, Bools]:
         """Return the best goodput with the model and its users; nobody if it does not pay.
 
@@ -203,11 +263,11 @@ class ModelChoice:
         goodput: without the model, to be beaten by the margin
         most: [B] the most drafts
         unread: [B] tokens that the model must read first
-        seconds: of a step with so many rows, without drafting
         """
         batch, owners, survival = len(chances), now.plan.tree.owners, now.plan.survival
         worth = np.bincount(owners, survival, batch)
         best, found = goodput * (1 + self._margin), np.zeros(batch, np.bool_)
+        best = max(best, AS_BEFORE * self.account.gain * batch / float(now.seconds[batch]))
         deepest = int(most.max(initial=0))
         own = chances[:, None] ** np.arange(1, deepest + 1)
         own[np.arange(deepest) >= most[:, None]] = 0.0
@@ -218,7 +278,7 @@ class ModelChoice:
             chains = np.concatenate([own[users, :depth].ravel(), survival[~users[owners]]])
             passes = self._passes(depth)
             drafting = self._cost.drafting(passes, int(users.sum()), int(unread[users].sum()))
-            promised = best_goodput(chains, batch, seconds + drafting)
+            promised = best_goodput(chains, batch, now.seconds + drafting)
             if promised > best:
                 best, found = promised, users
         return (best if found.any() else goodput), found

@@ -18,7 +18,7 @@ from outrider.core import Ints, Outcomes, Proposal, Request
 class Step:
     """What one step did and how long it took.
 
-    t: time at which it began, by the drafter's clock
+    t: time at which it began, by the drafter's clock: that of the outcome before it, if known
     requests: number of requests
     context: tokens of all requests together
     rows: rows of the target's pass
@@ -26,6 +26,9 @@ class Step:
     unread: tokens that the first of these passes read
     caught_up: tokens that the draft model read for requests it did not draft for yet
     drafted: seconds of the draft model's passes
+    without: tokens per second that were expected without the draft model; 0 if it had no part
+    follows: whether it followed another step at once
+    ahead: whether it was launched before the step before it was read
     proposed: time at which the proposal was ready
     seconds: time of the whole step, drafting included
     drafters: number of requests that each drafter served; counted for `on_step` only
@@ -41,6 +44,9 @@ class Step:
     unread: int = 0
     caught_up: int = 0
     drafted: float = 0.0
+    without: float = 0.0
+    follows: bool = False
+    ahead: bool = False
     proposed: float = 0.0
     seconds: float = 0.0
     drafters: dict[str, int] = field(default_factory=dict)
@@ -51,6 +57,11 @@ class Step:
     def speculated(self) -> bool:
         """Whether the target verified any draft."""
         return self.rows > self.requests
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds from the outcome before it to the proposal, without draft passes."""
+        return self.proposed - self.t - self.drafted
 
     @property
     def target_seconds(self) -> float:

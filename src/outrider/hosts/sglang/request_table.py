@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -115,6 +115,7 @@ class RequestTable:
         self._usual = self._most if usual is None else usual
         self._has_seeds = server_args.enable_deterministic_inference
         self._live: dict[str, LiveRequest] = {}
+        self._started: set[str] = set()  # those that the drafters know
         self._ids = count()
         self._present: list[Any] = []  # the host's requests of the last step
         self._requests: list[LiveRequest] = []
@@ -123,14 +124,16 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._live)
 
-    def has_new(self, reqs: Sequence[Any]) -> bool:
-        """Say whether one of these requests may have drafts and is not known yet."""
-        if reqs == self._present:
-            return False
-        return any(req.rid not in self._live and self.options(req).max_drafts for req in reqs)
+    def differ(self, reqs: Sequence[Any]) -> bool:
+        """Say whether these are other requests than those of the last step."""
+        return reqs != self._present
 
     def update(
-        self, reqs: Sequence[Any], first: Mapping[str, tuple[int, int, Any]] | None = None
+        self,
+        reqs: Sequence[Any],
+        first: Mapping[str, tuple[int, int, Any]] | None = None,
+        unread: Collection[str] = (),
+        unsettled: Collection[str] = (),
     ) -> list[LiveRequest]:
         """Return these requests. Add new ones and drop those that have left the batch.
 
@@ -138,25 +141,53 @@ class RequestTable:
 
         first: of requests that have just been read: how long they were, and the token that
             follows, which the host may not have appended yet
+        unread: ids of requests whose first token is not known yet; `complete` will tell it
+        unsettled: ids of requests that have a step in flight: they are not dropped yet
         """
-        if reqs == self._present:  # as nearly always
+        if not self.differ(reqs):  # as nearly always
             return self._requests
         present = {req.rid for req in reqs}
-        self.drop([rid for rid in self._live if rid not in present])
+        self.drop([rid for rid in self._live if rid not in present and rid not in unsettled])
         first = first or {}
         new = [self._add(req, first.get(req.rid)) for req in reqs if req.rid not in self._live]
-        if new:
-            self._drafters.router.start(new)
+        self._start([live for live in new if live.req.rid not in unread])
         self._present, self._requests = list(reqs), [self._live[req.rid] for req in reqs]
         self.columns = Columns.of(self._requests)
         return self._requests
+
+    def complete(
+        self,
+        requests: Sequence[LiveRequest],
+        first: Mapping[str, tuple[int, int, Any]] | None = None,
+    ) -> None:
+        """Give new ones of these requests their first token, and tell the drafters of them.
+
+        first: as in `update`; of others the host has appended it
+        """
+        if len(self._started) == len(self._live):
+            return
+        new = [live for live in requests if live.req.rid not in self._started]
+        for live in new:
+            length, token, _ = (first or {}).get(live.req.rid, (-1, -1, None))
+            if live.length == length:
+                live.output.append(token)
+            elif len(live.output) < len(live.req.output_ids):
+                live.output = list(live.req.output_ids)
+        self._start(new)
 
     def drop(self, rids: Sequence[str]) -> None:
         """Drop those of these requests that are in the table, from the drafters too."""
         gone = [self._live.pop(rid) for rid in rids if rid in self._live]
         if gone:
             self._present = []
-            self._drafters.router.stop(gone)
+            started = [live for live in gone if live.req.rid in self._started]
+            self._started.difference_update(live.req.rid for live in started)
+            self._drafters.router.stop(started)
+
+    def _start(self, requests: Sequence[LiveRequest]) -> None:
+        if requests:
+            self._started.update(live.req.rid for live in requests)
+            self._drafters.router.start(requests)
 
     def options(self, req: Any) -> Options:
         """Return the options of a request."""

@@ -142,8 +142,6 @@ class OutriderWorker:
         # of requests that were just read: how long they were, and their first token
         self._first: dict[str, tuple[int, int, Any]] = {}
         self._unlooked = 0  # steps since drafts were last looked for
-        # when the last step was read, and whether the next one waits for that
-        self._landed = self._read_at = 0.0
         self._step_ended: float | None = None
         self._later: Callable[[], None] | None = None
         labels = {"model_name": args.served_model_name, "dp_rank": str(dp_rank or 0)}
@@ -170,6 +168,7 @@ class OutriderWorker:
         if control is not None:
             control.cost.reads_each_row = args.attention_backend != OWN
             control.cost.width = 0 if self._verify is None else width
+            control.cost.launches_ahead = self._ranks.alone
         logger.info("drafts are verified by %s", found if self._verify is not None else "rows")
 
     # -- what the scheduler calls
@@ -264,10 +263,9 @@ class OutriderWorker:
         draft = plain.spec_info
         if self._needs_nothing(batch, draft):
             return self._launch_plain(batch, plain, StepClock(None))
-        self._read_at, self._main = 0.0, draft.main
+        self._main = draft.main
         while self._flights:
             self._settle_next()
-            self._read_at = self._landed
         clock = StepClock(self._step_ended)
         active, requests = self._gather(batch, draft)
         plain.seq_lens_cpu, plain.seq_lens_sum = batch.seq_lens_cpu, int(active.lens.sum())
@@ -275,7 +273,6 @@ class OutriderWorker:
         if self._drafters.wants_calibration:
             calibrate(batch, plain, self._run_target, self._drafters, self._max_rows)
             clock.last = time.perf_counter()
-            self._read_at = 0.0
         clock.lap("host")
         columns = self._requests.columns
         proposal: Proposal = Proposal.empty(len(active.requests))
@@ -303,10 +300,9 @@ class OutriderWorker:
         everyone has, all have one, and nobody sees what becomes of it.)
         """
         requests = self._requests.update(batch.reqs, self._first)
+        self._requests.complete(requests, self._first)
         for request in requests if self._first else ():
-            length, token, _ = self._first.pop(request.req.rid, (-1, -1, None))
-            if request.length == length:
-                request.output.append(token)
+            self._first.pop(request.req.rid, None)
         lens = np.array([request.length for request in requests]) - 1
         known = batch.seq_lens_cpu.numpy()
         assert not draft.is_current or (known == lens).all(), "host and device differ in lengths"
@@ -324,13 +320,22 @@ class OutriderWorker:
         """Say whether a step can be launched without knowing what the last one emitted."""
         if not draft.is_current or self._drafters.wants_calibration:
             return False
-        if self._requests.has_new(batch.reqs):
-            return False
-        self._requests.update(batch.reqs)
+        if self._requests.differ(batch.reqs):
+            self._requests.update(batch.reqs, self._first, *self._in_flight())
         columns = self._requests.columns
         if columns.needs_text or columns.explain:
             return False
         return not columns.may_draft or (columns.adaptive and self._is_asleep())
+
+    def _in_flight(self) -> tuple[set[str], set[str]]:
+        """Return the ids of requests whose prompts are being read, and of those in other steps."""
+        read, decoded = set[str](), set[str]()
+        for flight in self._flights:
+            if isinstance(flight, Reading):
+                read.update(req.rid for req in flight.reqs)
+            else:
+                decoded.update(request.req.rid for request in flight.requests)
+        return read, decoded
 
     def _launch_plain(self, batch: Any, plain: Any, clock: StepClock) -> GenerationBatchResult:
         """Launch one token for each request: the device has all that it takes."""
@@ -394,14 +399,8 @@ class OutriderWorker:
 
         launch: how, if not as a decode batch of the rows
         """
-        forward, control = rows.forward, self._drafters.control
+        forward = rows.forward
         flight.clock.lap("host")
-        if control is not None and self._read_at:
-            # it looked for drafts: the device waited from the read to this launch
-            control.waited(
-                time.perf_counter() - self._read_at - flight.clock.parts["draft_forward"]
-            )
-            self._read_at = 0.0
         grammars = forward.sampling_info.grammars
         result = self._run_target(forward) if launch is None else launch()
         forward.sampling_info.grammars = grammars  # a host may have put each request's own there
@@ -448,7 +447,6 @@ class OutriderWorker:
         flight = self._flights.popleft()
         if isinstance(flight, Reading):
             flight.result.copy_done.synchronize()
-            self._landed = time.perf_counter()
             tokens = flight.result.next_token_ids.tolist()
             self._first = {rid: f for rid, f in self._first.items() if not f[2].finished()}
             for req, length, token in zip(flight.reqs, flight.lengths, tokens, strict=True):
@@ -464,11 +462,8 @@ class OutriderWorker:
         clock.lap("scheduler")
         emitted = flight.emitted()
         clock.lap("forward")
-        self._landed = clock.last
         requests, proposal = flight.requests, flight.proposal
-        for request in requests:
-            if len(request.output) < len(request.req.output_ids):  # its first token
-                request.output = list(request.req.output_ids)
+        self._requests.complete(requests)
         keep = partial(self._kept, flight)
         flight.outcomes = outcomes = settle(requests, proposal, match(emitted, proposal), keep)
         clock.lap("verify")
@@ -524,7 +519,7 @@ class OutriderWorker:
 
     def _is_asleep(self) -> bool:
         control = self._drafters.control
-        return control is not None and self._ranks.alone and control.is_asleep
+        return control is not None and control.is_asleep
 
     def _look_late(self) -> None:
         """Look for the drafts that the step in flight goes without, and learn their worth."""
