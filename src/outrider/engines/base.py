@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from outrider.errors import Unsupported, UsageError
+from outrider.errors import Unsupported, UsageError, check_choice
 
 __all__ = [
     "Answer",
@@ -301,9 +301,7 @@ def check_drafter(name: str) -> None:
     """Refuse a name that no drafter has, and list those there are."""
     from outrider.drafters.registry import known_drafters
 
-    known = known_drafters("adaptive", "model")
-    if name not in known:
-        raise UsageError(f"drafter {name!r}", fix=f"choose one of {', '.join(known)}")
+    check_choice("drafter", name, known_drafters("adaptive", "model"), error=UsageError)
 
 
 def draft_kind(path: str) -> str:

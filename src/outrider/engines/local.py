@@ -19,7 +19,7 @@ from outrider.engines.base import (
     draft_kind,
     said,
 )
-from outrider.errors import Unsupported, UsageError
+from outrider.errors import Unsupported, UsageError, check_choice
 from outrider.hosts.exactness import Exactness, current_name
 
 __all__ = ["LocalEngine"]
@@ -350,7 +350,5 @@ def _check(spec: str, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key not in OPTIONS:
             raise UsageError(f"{key} {where}", fix=f"choose from {', '.join(OPTIONS)}")
-        allowed = CHOICES.get(key)
-        if allowed is not None and value not in allowed:
-            known = ", ".join(map(str, allowed))
-            raise UsageError(f"{key}={value} {where}", fix=f"choose one of {known}")
+        if key in CHOICES:
+            check_choice(key, value, CHOICES[key], where=where, error=UsageError)
