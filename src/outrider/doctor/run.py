@@ -127,6 +127,11 @@ def examine(
         findings += check_server(served, target, draft, plan)
         findings += _unread(served, target)
     if target is not None:
+        if is_head(target):
+            raise UsageError(
+                f"{target.name} is a head, not a model",
+                fix="name the model that it drafts for, then the head: outrider doctor TARGET HEAD",
+            )
         head = draft if draft is not None and is_head(draft) else None
         models = [target, draft] if draft and head is None else [target]
         for model in models:

@@ -24,7 +24,9 @@ from outrider.engines.base import (
     base_url,
     both_modes,
     check_drafter,
+    check_target,
     draft_kind,
+    load_tokenizer,
     open_engine,
 )
 
@@ -39,6 +41,8 @@ __all__ = [
     "base_url",
     "both_modes",
     "check_drafter",
+    "check_target",
     "draft_kind",
+    "load_tokenizer",
     "open_engine",
 ]

@@ -27,7 +27,9 @@ __all__ = [
     "base_url",
     "both_modes",
     "check_drafter",
+    "check_target",
     "draft_kind",
+    "load_tokenizer",
     "open_engine",
 ]
 
@@ -311,6 +313,28 @@ def draft_kind(path: str) -> str:
     from outrider.drafters.heads.formats import kind_of, read_config
 
     return kind_of(read_config(Path(path)))
+
+
+def check_target(name: str) -> None:
+    """Refuse a head where a model is expected."""
+    if (kind := draft_kind(name)) != "model":
+        raise UsageError(
+            f"{name} is a head ({kind}), not a model",
+            fix="name the model that it drafts for, and the head as the draft",
+        )
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a model of Transformers. Raises Unsupported if it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise Unsupported(
+            f"no tokenizer at {name!r} ({str(error).splitlines()[0]:.200})",
+            fix="put the model's tokenizer.json and tokenizer_config.json there",
+        ) from error
 
 
 def base_url(url: str) -> str:

@@ -16,7 +16,9 @@ from outrider.engines.base import (
     Refused,
     Token,
     check_drafter,
+    check_target,
     draft_kind,
+    load_tokenizer,
     said,
 )
 from outrider.errors import Unsupported, UsageError, check_choice
@@ -71,7 +73,7 @@ class LocalEngine:
             raise UsageError("mode=assisted without a draft model", fix="add draft=MODEL")
         try:
             import torch
-            from transformers import AutoTokenizer
+            import transformers  # noqa: F401
         except ImportError as error:
             raise Unsupported(
                 f"transformers: without it ({error})", fix="pip install 'outrider[transformers]'"
@@ -81,8 +83,9 @@ class LocalEngine:
         self._torch = torch
         self._options = dict(options)
         self._max_drafts: int = options.get("max_drafts", 8)
+        check_target(model)
         self.model = self._load(model)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.tokenizer: Any = load_tokenizer(model)
         self._draft = self._load_draft(str(options["draft"])) if "draft" in options else None
         self._quantized: dict[int, Any] = {}
         self._drafter = self._make_drafter() if self.mode == OUTRIDER else None
@@ -171,7 +174,7 @@ class LocalEngine:
                 continue
             error = Refused(
                 f"{length} + {query.max_tokens} tokens in a model of {most} positions",
-                fix="shorten the prompt, or lower --max-tokens",
+                fix="use shorter prompts, or ask for fewer tokens",
             )
             if refused is None:
                 raise error

@@ -9,7 +9,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.engines import check_drafter, draft_kind
+from outrider.engines import check_drafter, check_target, draft_kind, load_tokenizer
 from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import (
     TOP,
@@ -96,7 +96,7 @@ def _load(options: ExplainOptions) -> tuple[Any, Any, Any]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError as error:
         raise Unsupported(str(error), fix="pip install 'outrider[transformers]'") from error
@@ -117,14 +117,15 @@ def _load(options: ExplainOptions) -> tuple[Any, Any, Any]:
             ) from error
 
     if options.target is not None:
+        check_target(options.target)
         model = load(options.target, torch.bfloat16)
         draft = load(options.draft, torch.bfloat16) if options.draft is not None else None
-        return model, draft, AutoTokenizer.from_pretrained(options.target)
+        return model, draft, load_tokenizer(options.target)
     with as_file(files("outrider") / "assets" / "tiny") as tiny:
         torch.set_num_threads(1)  # the models are tiny
         model = load(tiny / "target", torch.float32)
         draft = load(options.draft or tiny / "draft", torch.float32)
-        return model, draft, AutoTokenizer.from_pretrained(tiny / "target")
+        return model, draft, load_tokenizer(str(tiny / "target"))
 
 
 def _drafter(
