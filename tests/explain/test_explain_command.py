@@ -46,7 +46,7 @@ def test_prompt_from_stdin(tmp_path):
 @pytest.mark.parametrize(
     ("args", "says", "code"),
     [
-        (["--target", "no/such/model"], "no model 'no/such/model'", 3),
+        (["--target", "no/such/model"], "no model at 'no/such/model' (no such directory)", 3),
         (["--drafter", "nonsense"], "'nonsense'; choose one of adaptive,", 2),
         (["--chat"], "leave out --chat", 2),
         (["--url", "http://127.0.0.1:9"], "outrider serve", 3),

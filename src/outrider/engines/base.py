@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from outrider.errors import Unsupported, UsageError, check_choice
+from outrider.errors import Unsupported, UsageError
 
 __all__ = [
     "Answer",
@@ -26,10 +25,6 @@ __all__ = [
     "authorization",
     "base_url",
     "both_modes",
-    "check_drafter",
-    "check_target",
-    "draft_kind",
-    "load_tokenizer",
     "open_engine",
 ]
 
@@ -297,44 +292,6 @@ def _options(spec: str, given: str) -> Mapping[str, Any]:
             f"max_drafts={drafts} in {spec!r:.200}", fix="write a whole number, 0 or more"
         )
     return found
-
-
-def check_drafter(name: str) -> None:
-    """Refuse a name that no drafter has, and list those there are."""
-    from outrider.drafters.registry import known_drafters
-
-    check_choice("drafter", name, known_drafters("adaptive", "model"), error=UsageError)
-
-
-def draft_kind(path: str) -> str:
-    """Return what a draft is, by its files here: "model", or a kind of head as `eagle3`."""
-    if not (Path(path) / "config.json").is_file():
-        return "model"  # a name of the hub, or a mistake that whoever loads it will meet
-    from outrider.drafters.heads.formats import kind_of, read_config
-
-    return kind_of(read_config(Path(path)))
-
-
-def check_target(name: str) -> None:
-    """Refuse a head where a model is expected."""
-    if (kind := draft_kind(name)) != "model":
-        raise UsageError(
-            f"{name} is a head ({kind}), not a model",
-            fix="name the model that it drafts for, and the head as the draft",
-        )
-
-
-def load_tokenizer(name: str) -> Any:
-    """Return the tokenizer of a model of Transformers. Raises Unsupported if it has none."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise Unsupported(
-            f"no tokenizer at {name!r} ({str(error).splitlines()[0]:.200})",
-            fix="put the model's tokenizer.json and tokenizer_config.json there",
-        ) from error
 
 
 def base_url(url: str) -> str:

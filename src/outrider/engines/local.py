@@ -15,11 +15,14 @@ from outrider.engines.base import (
     Query,
     Refused,
     Token,
+    said,
+)
+from outrider.engines.models import (
     check_drafter,
     check_target,
     draft_kind,
+    load_model,
     load_tokenizer,
-    said,
 )
 from outrider.errors import Unsupported, UsageError, check_choice
 from outrider.hosts.exactness import Exactness, current_name
@@ -107,19 +110,7 @@ class LocalEngine:
         return outrider.load_drafter(name)
 
     def _load(self, name: str) -> Any:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        dtype = self._options.get("dtype", "auto")
-        try:
-            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-        except (OSError, ValueError) as error:
-            raise Unsupported(
-                f"no model at {name!r} ({str(error).splitlines()[0]:.200})",
-                fix="give a directory with config.json and weights, or a name of the hub",
-            ) from error
+        return load_model(name, self._options.get("dtype", "auto"))
 
     def _make_drafter(self) -> Any:
         import outrider
