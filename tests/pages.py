@@ -23,14 +23,16 @@ _BLOCK = re.compile(
 )
 _INDENTED = re.compile(r"(?:^(?: {4}[^\n]*)?\n)+", re.MULTILINE)
 _COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ +)*(?:\S*/|python -m )?outrider(?: +(.*))?$")
+_MARK = r"test(: exit \d+)?$|not run: \S|run by (?P<test>tests/[\w/]+\.py)"
+_PROGRAM = r"(\S+=\S+ )*(\S*/|\$ )?(outrider|python|pip|git|docker|curl|hf|export|scripts)\b"
 
 
 @dataclass(frozen=True)
 class Block:
     """A fenced block.
 
-    mark: the comment before it: `test`, `test: exit 1`, or `not run: why`
-    prints: the text block that follows directly: what a block of Python prints
+    mark: the comment before it: `test`, `test: exit 1`, `run by tests/...`, or `not run: why`
+    prints: the text block that follows directly: what the block prints
     """
 
     language: str
@@ -62,6 +64,20 @@ def commands(page: str) -> Iterator[list[str]]:
         for piece in (p.strip() for line in lines for p in re.split(r" && | \| |; ", line)):
             if match := _COMMAND.match(piece):
                 yield _words(match[1] or "")
+
+
+def unmarked(page: str) -> list[str]:
+    """Return the shell blocks that do not say who runs them, or why nobody does.
+
+    Commands in indented blocks count, too: no comment can stand before those.
+    """
+    found = [
+        block.body
+        for block in blocks(page)
+        if block.language in SHELL and not re.match(_MARK, block.mark)
+    ]
+    indented = (match[0] for match in _INDENTED.finditer(_BLOCK.sub("", page)))
+    return found + [text for text in indented if re.match(_PROGRAM, text.strip())]
 
 
 def _words(text: str) -> list[str]:

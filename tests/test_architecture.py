@@ -81,6 +81,22 @@ def test_hosts_do_not_know_each_other():
             assert others <= {host.name} | shared
 
 
+def private(file: Path) -> list[str]:
+    """Return the private names that a file imports from modules of ours."""
+    return [
+        alias.name
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outrider")
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    ]
+
+
+def test_private_names_stay_in_their_module():
+    files = sorted((SRC / "outrider").rglob("*.py"))
+    assert {str(file): found for file in files if (found := private(file))} == {}
+
+
 def test_twin_a_wrong_import_is_seen():
     assert violations("core", {"outrider.hosts.transformers", "torch"}) == ["hosts"]
     assert violations("drafters", {"transformers"}) == ["transformers"]

@@ -14,17 +14,17 @@ import pytest
 import typer.main
 
 from outrider.cli.main import app
-from pages import PAGES, ROOT, SHELL, blocks, commands, files
+from pages import PAGES, ROOT, SHELL, blocks, commands, files, unmarked
 
 COMMANDS = typer.main.get_command(app).commands
+NAMED = r"\b(?:tests|docs)/[\w/]+\.\w+"  # files, in the comment before a block
 
 
 def runs(block) -> bool:
-    """Whether a block is run here. SGLang's are run by tests/hosts/sglang/test_quickstart.py."""
+    """Whether a block is run here: Python unless its mark says otherwise, shell if it says so."""
     if block.language in SHELL:
         return block.mark.startswith("test")
-    skipped = block.mark.startswith("not run") or "import sglang" in block.body
-    return block.language == "python" and not skipped
+    return block.language == "python" and not block.mark.startswith(("not run", "run by"))
 
 
 # README's code names models of the hub; test_readme.py runs it with others
@@ -39,6 +39,7 @@ def test_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "80")
     namespace = {"__name__": "__main__"}
     for block in filter(runs, blocks(page.read_text())):
         if block.language in SHELL:
@@ -51,11 +52,20 @@ def test_a_page_runs(page, tmp_path, monkeypatch, capsys):
 
 
 def shell(block) -> None:
-    """Run a block of commands; the comment before it may say how it ends: `test: exit 1`."""
+    """Run a block of commands; the comment before it may say how it ends: `test: exit 1`.
+
+    A text block that follows is what they print on stdout, except for times and trailing spaces.
+    """
     expected = int((re.search(r"exit (\d+)", block.mark) or [0, 0])[1])
     body = re.sub(r"^\$ ", "", block.body, flags=re.MULTILINE)
     done = subprocess.run(["bash", "-ec", body], capture_output=True, text=True)
     assert done.returncode == expected, f"{body}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    if block.prints is not None:
+        assert timeless(done.stdout) == timeless(block.prints)
+
+
+def timeless(printed: str) -> str:
+    return re.sub(r"\d+\.\d s$| +$", "", printed, flags=re.MULTILINE)
 
 
 def wrong(page: str) -> list[str]:
@@ -108,6 +118,28 @@ def test_twin_a_test_that_does_not_exist_is_seen():
         "tests/test_docs.py::test_no_such",
         "tests/no.py::test_a",
     ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_shell_block_says_who_runs_it(page):
+    """`test`: this file does. `run by tests/...`, or `not run: why`; both name files that exist."""
+    text = page.read_text()
+    assert unmarked(text) == []
+    named = {name for block in blocks(text) for name in re.findall(NAMED, block.mark)}
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```bash\noutrider demo\n```",
+        "<!-- not run -->\n```bash\noutrider demo\n```",
+        "<!-- tested -->\n```console\n$ outrider demo\n```",
+        "text\n\n    A=1 python -m outrider demo\n",
+    ],
+)
+def test_twin_a_block_that_nobody_runs_is_seen(page):
+    assert len(unmarked(page)) == 1
 
 
 def test_every_command_has_its_page():

@@ -9,6 +9,8 @@ import torch
 import transformers
 
 import outrider
+from outrider.doctor.model import read_model
+from outrider.doctor.pair import check_attention, check_kind
 from pages import ROOT
 
 SMALL = {
@@ -99,6 +101,18 @@ def test_a_family_does_what_the_page_says(name):
     prompt = torch.randint(3, 160, (20,), generator=torch.Generator().manual_seed(1)).tolist() * 2
     found = (outcome(model, prompt, exactness) for exactness in ("lossless", "bitwise"))
     assert " | ".join(found) == ROWS[name]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_doctor_says_the_same(name, tmp_path):
+    """From config.json alone: it names as a problem what the host refuses, and nothing else."""
+    config = getattr(transformers, f"{name}Config")(**SMALL | FAMILIES[name])
+    config.architectures = [transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    config.save_pretrained(tmp_path)
+    model = read_model(str(tmp_path))
+    found = [*check_kind(model), *check_attention(model, in_sglang=False)]
+    is_refused = any(finding.level == "problem" for finding in found)
+    assert is_refused == ROWS[name].startswith("refused"), found
 
 
 def test_every_row_of_the_page_is_run():

@@ -31,7 +31,7 @@ def test_the_first_screen_has_what_a_visitor_looks_for():
     assert len(screen.splitlines()) < 40
     (picture,) = re.findall(r"!\[[^\]]+\]\(docs/img/(\w+)\.svg\)", screen)
     assert f"def {picture}(" in (ROOT / "scripts" / "make_pictures.py").read_text()
-    assert "    pip install " in screen
+    assert "\npip install " in screen
     assert "outrider.generate(" in screen
     assert re.search(r"\d\.\d\d times[^.]*?(?:\.\d+[^.]*?)*CPU cores", screen, re.DOTALL)
 

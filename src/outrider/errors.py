@@ -30,9 +30,19 @@ class DraftFault(OutriderError):
     """A proposal that cannot be used. It costs speed only: the request goes on with K = 0."""
 
 
-def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise Unsupported unless an option has one of the allowed values."""
+def check_choice(
+    name: str,
+    value: object,
+    allowed: Iterable[object],
+    *,
+    where: str = "",
+    error: type[Unsupported] = Unsupported,
+) -> None:
+    """Raise an error unless an option has one of the allowed values.
+
+    where: the option was read, for the message: "in 'transformers:MODEL#mode=fast'"
+    """
     choices = tuple(allowed)
     if value not in choices:
         known = ", ".join(map(str, choices))
-        raise Unsupported(f"{name}={value!r:.80}", fix=f"choose one of {known}")
+        raise error(f"{name}={value!r:.80} {where}".rstrip(), fix=f"choose one of {known}")

@@ -56,4 +56,4 @@ def test_demo_shows_drafts_and_equals_plain_decoding(extra):
 def test_explain_with_a_wrong_path(tmp_path):
     found = run("explain", "a", "--target", "no/such/model", cwd=tmp_path)
     assert found.returncode == 3
-    assert "no model 'no/such/model'" in found.stderr
+    assert "no model at 'no/such/model'" in found.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -97,6 +98,9 @@ def test_an_option_that_does_not_exist(command):
         (["audit", f"{PAIR},draft_bits=5"], "choose one of 4, 8"),
         (["audit", f"{PAIR},dtype=float99"], "choose one of auto, float32, bfloat16, float16"),
         (["audit", f"{PAIR},drafter=suffxi"], "'suffxi'; choose one of adaptive,"),
+        (["audit", f"transformers:{TINY}/head#drafter=ngram"], "is a head (eagle3), not a model"),
+        (["explain", "a", "--target", f"{TINY}/mtp"], "is a head (mtp), not a model"),
+        (["doctor", f"{TINY}/head"], "is a head, not a model"),
         (["audit", "http://h#max_drafts=-4"], "max_drafts=-4"),
         (["audit", PAIR, "--temperature", "inf"], "not a finite number"),
         (["audit", PAIR, "--prompts", "{latin}"], "cannot be read"),
@@ -134,6 +138,21 @@ def test_a_prompt_from_stdin_that_is_not_utf_8(tmp_path):
     found = outrider("explain", "-", "--out", tmp_path, input=b"caf\xe9")
     assert found.exit_code == Exit.USAGE
     assert "stdin is not UTF-8" in found.stderr
+
+
+@pytest.mark.parametrize("command", ["audit", "explain"])
+def test_a_model_without_a_tokenizer(tmp_path, command):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(Path(TINY, "target", name).absolute())
+    target = (
+        [f"transformers:{tmp_path}#drafter=ngram"]
+        if command == "audit"
+        else ["a", "--target", tmp_path]
+    )
+    found = outrider(command, *target, "--out", tmp_path / "out")
+    assert found.exit_code == Exit.COULD_NOT_RUN
+    assert "no tokenizer at" in found.stderr
+    assert "unexpected" not in found.stderr
 
 
 def test_a_prompt_beyond_the_context(tmp_path):

@@ -58,6 +58,9 @@ def test_models_are_no_heads(make):
     assert not is_head(read_model(str(TINY / "target")))
     assert not is_head(read_model(str(TINY / "draft")))
     assert not is_head(read_model(str(make("model", QWEN_1_5B))))
+    # as in DeepSeek-V3, GLM-4.5 and MiMo, whose checkpoints have MTP layers beside the model
+    with_mtp = QWEN_1_5B | {"num_nextn_predict_layers": 1}
+    assert not is_head(read_model(str(make("with_mtp", with_mtp))))
 
 
 @pytest.mark.parametrize(

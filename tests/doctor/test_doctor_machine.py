@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from outrider.doctor import machine
@@ -14,6 +16,13 @@ ROOM = Room(2**34, "memory", is_gpu=False)
 
 def made_up(device="cpu", gpu=None, **versions):
     return Machine(versions, device, gpu, "CUDA 12.8" if gpu else None, ROOM)
+
+
+def test_the_page_counts_the_names_of_the_contract():
+    page = Path(__file__).parents[2] / "docs" / "tools" / "doctor.md"
+    known = contract.CONTRACTS["0.5.11"]
+    count = sum(map(len, (known.HOOKS, known.CALLS, known.FIELDS, known.ATTRIBUTES)))
+    assert f"SGLang 0.5.11: {count} names are as the contract says" in page.read_text()
 
 
 def test_this_machine():

@@ -6,7 +6,7 @@ import pytest
 from paper import QWEN_1_5B
 
 from outrider.doctor.model import read_model
-from outrider.doctor.pair import Cost, Plan, check_context, check_cost, check_kind
+from outrider.doctor.pair import Cost, Plan, check_attention, check_context, check_cost, check_kind
 
 
 def test_the_equation():
@@ -100,7 +100,9 @@ def test_the_context_of_a_draft(make, reads, wanted, in_sglang, level):
         ({"layer_types": ["full_attention", "linear_attention"]}, "problem", "linear_att"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "ok", "GiB"),
         ({"mamba_d_state": 16}, "problem", "state-space layers"),
-        ({"architectures": ["GptOssForCausalLM"]}, "warning", "sliding-window"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, "warning", "sliding-window"),
+        ({"architectures": ["GptOssForCausalLM"]}, "problem", "attention sinks"),
+        ({"attention_chunk_size": 8192}, "problem", "chunked_attention layers"),  # Llama 4
         ({"vision_config": {}}, "warning", "more than text"),
         ({"kv_lora_rank": 512}, "warning", "MLA"),
     ],
@@ -110,3 +112,17 @@ def test_models_that_hosts_refuse(make, more, level, said):
     (finding,) = check_kind(model)
     assert finding.level == level
     assert said in finding.what
+
+
+@pytest.mark.parametrize(
+    ("architecture", "in_sglang", "levels"),
+    [
+        ("Qwen2ForCausalLM", False, []),
+        ("FalconForCausalLM", False, ["problem"]),
+        ("FalconForCausalLM", True, ["warning"]),  # SGLang has a class of its own
+        ("NotInTransformers", False, []),
+    ],
+)
+def test_attention_that_cannot_be_replaced(make, architecture, in_sglang, levels):
+    model = read_model(str(make("model", QWEN_1_5B | {"architectures": [architecture]})))
+    assert [finding.level for finding in check_attention(model, in_sglang)] == levels

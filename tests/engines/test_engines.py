@@ -227,6 +227,8 @@ def test_all_modes_of_transformers_say_the_same(model_dir):
 def test_a_model_that_is_not_there(tmp_path):
     with pytest.raises(Unsupported, match="no model at"):
         open_engine(f"transformers:{tmp_path}")
+    with pytest.raises(Unsupported, match=r"no model at '.*/none' \(no such directory\)"):
+        open_engine(f"transformers:{tmp_path}/none")
     with pytest.raises(Unsupported, match="choose one of"):
         open_engine(f"transformers:{tmp_path}#mode=fast")
     with pytest.raises(Unsupported, match="add draft="):

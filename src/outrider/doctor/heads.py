@@ -18,8 +18,12 @@ _OTHER = "use the head with the target that it was trained for"
 
 def is_head(model: Model) -> bool:
     """Say whether these are the files of a head: by config.json, else by what tensors it has."""
-    names = " ".join([*model.architectures, *map(str, model.whole)]).lower()
-    if any(part in names for part in ("eagle", "dflash", "nextn", "speculators_model_type")):
+    names = " ".join(model.architectures).lower()
+    # of models with MTP layers within them, keys name nextn too
+    keys = " ".join(map(str, model.whole)).lower()
+    if any(part in f"{names} {keys}" for part in ("eagle", "dflash", "speculators_model_type")):
+        return True
+    if "nextn" in names or "draft_vocab_size" in model.whole:
         return True
     tensors = [tensor.name for tensor in model.tensors or ()]
     has_model = any(name.endswith("layers.1.mlp.down_proj.weight") for name in tensors)

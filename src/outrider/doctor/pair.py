@@ -10,7 +10,7 @@ from outrider.doctor.finding import Finding, size
 from outrider.doctor.model import Model
 from outrider.doctor.weights import BYTES
 
-__all__ = ["Cost", "Plan", "check_context", "check_cost", "check_kind"]
+__all__ = ["Cost", "Plan", "check_attention", "check_context", "check_cost", "check_kind"]
 
 MOST = 1 / 4
 """A draft that costs more than this share of the target seldom pays."""
@@ -20,6 +20,8 @@ LIKELY = 0.8
 
 # a cache of their own for sliding layers: `is_hybrid_swa_model` of SGLang 0.5.11
 _HYBRID_WINDOWS = ("Llama4", "GptOss", "MiMoV2", "Step3p5", "Gemma4")
+# of these, the ones that also attend to learned sinks, which Outrider's attention lacks
+_SINKS = ("GptOss", "MiMoV2")
 _ATTENTION = {"full_attention", "sliding_attention"}
 _STATES = (
     "ssm_state_size",
@@ -132,20 +134,26 @@ def check_kind(model: Model) -> Iterator[Finding]:
     config = model.config
     name = f"{model.name}: {', '.join(model.architectures) or config.get('model_type')}"
     kinds = set(config.get("layer_types") or ()) - _ATTENTION
+    if config.get("attention_chunk_size"):  # Llama 4, whose config.json names no layer types
+        kinds.add("chunked_attention")
     fix = "choose a decoder-only model with full attention"
     if model.whole.get("is_encoder_decoder"):
         yield Finding("models", "problem", f"{name} has an encoder", "both hosts refuse it", fix)
     elif kinds or any(config.get(key) for key in _STATES):
         what = f"{name} has {', '.join(sorted(kinds)) or 'state-space'} layers"
-        why = "hosts serve full and sliding-window attention: a state cannot forget rejected drafts"
+        why = "hosts serve full and sliding-window attention"
+        why += "" if kinds == {"chunked_attention"} else ": a state cannot forget rejected drafts"
         yield Finding("models", "problem", what, why, fix)
+    elif any(one.startswith(_SINKS) for one in model.architectures):
+        why = "in SGLang the server stops; with Transformers it is refused"
+        yield Finding("models", "problem", f"{name} has attention sinks", why, fix)
     elif any(one.startswith(_HYBRID_WINDOWS) for one in model.architectures):
         yield Finding(
             "models",
             "warning",
             f"{name} has sliding-window layers with a cache of their own in SGLang",
-            "in SGLang the server stops; Transformers serves it",
-            "use Transformers, or another model",
+            "in SGLang the server stops",
+            "try Transformers, or use another model",
         )
     elif "vision_config" in model.whole or "audio_config" in model.whole:
         yield Finding(
@@ -169,6 +177,28 @@ def check_kind(model: Model) -> Iterator[Finding]:
         assert total is not None
         how = "packed weights" if model.quantized else model.dtype
         yield Finding("models", "ok", f"{name}, {len(model.loaded)} tensors, {how}, {size(total)}")
+
+
+def check_attention(model: Model, in_sglang: bool) -> Iterator[Finding]:
+    """Ask the installed Transformers whether our attention can replace the model's own.
+
+    in_sglang: whether SGLang, which has classes of its own, may serve the model instead
+    """
+    try:
+        import transformers
+
+        found = {name: getattr(transformers, name, None) for name in model.architectures}
+    except Exception:  # whatever its imports raise: then nothing is known
+        return
+    for name, kind in found.items():
+        if not getattr(kind, "_supports_attention_backend", True):
+            yield Finding(
+                "hosts",
+                "warning" if in_sglang else "problem",
+                f"{model.name}: {name} is refused with Transformers",
+                "its attention does not go through Transformers' AttentionInterface",
+                "serve it with SGLang, or choose another model",
+            )
 
 
 def check_cost(target: Model, draft: Model, plan: Plan, on_cpu: bool) -> Iterator[Finding]:

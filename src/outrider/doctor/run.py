@@ -20,7 +20,14 @@ from outrider.doctor.known_bad import Facts, check_known_bad
 from outrider.doctor.machine import Machine, check_machine, look
 from outrider.doctor.memory import Budget, budget, check_memory
 from outrider.doctor.model import Model, read_model
-from outrider.doctor.pair import Cost, Plan, check_context, check_cost, check_kind
+from outrider.doctor.pair import (
+    Cost,
+    Plan,
+    check_attention,
+    check_context,
+    check_cost,
+    check_kind,
+)
 from outrider.doctor.server import Served, ask, check_server
 from outrider.doctor.tokens import check_tokens
 from outrider.errors import Unsupported, UsageError
@@ -120,10 +127,18 @@ def examine(
         findings += check_server(served, target, draft, plan)
         findings += _unread(served, target)
     if target is not None:
+        if is_head(target):
+            raise UsageError(
+                f"{target.name} is a head, not a model",
+                fix="name the model that it drafts for, then the head: outrider doctor TARGET HEAD",
+            )
         head = draft if draft is not None and is_head(draft) else None
         models = [target, draft] if draft and head is None else [target]
         for model in models:
-            findings += [*model.findings, *check_kind(model)]
+            refused = [*check_kind(model)]
+            if served is None and not any(one.level == "problem" for one in refused):
+                refused += check_attention(model, in_sglang)
+            findings += [*model.findings, *refused]
         findings += _dtype(models, plan, in_sglang)
         findings += check_context(target, None if head else draft, plan, in_sglang)
         if head is not None:

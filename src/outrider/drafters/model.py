@@ -83,7 +83,7 @@ class DraftModel(Protocol[S]):
 
 
 @dataclass
-class _State(Generic[S]):
+class DraftState(Generic[S]):
     """One request's sequence in the draft model, and what was drafted.
 
     probs: what each draft was drawn from, [V]; none with the rule `match`
@@ -138,14 +138,14 @@ class ModelDrafter(Generic[S]):
         self._vocab_size = vocab_size
         self._min_survival = min_survival
         self._siblings = siblings
-        self._states: dict[int, _State[S]] = {}
+        self._states: dict[int, DraftState[S]] = {}
         self.seconds = 0.0
         self.waited = 0
 
     def start(self, requests: Sequence[Request]) -> None:
         """Open a sequence for each request; what is not cached is read with the first proposals."""
         for request in requests:
-            state = self._states[request.id] = _State(self._model.open(request))
+            state = self._states[request.id] = DraftState(self._model.open(request))
             # drafting goes on from the logits of the last token, so it is always read anew
             self._model.truncate(state.sequence, request.length - 1)
 
@@ -223,7 +223,7 @@ class ModelDrafter(Generic[S]):
 
     def _eager(
         self, requests: Sequence[Request], budget: Budget
-    ) -> list[tuple[Request, _State[S]]]:
+    ) -> list[tuple[Request, DraftState[S]]]:
         """Return the requests that may and want to draft one more token: none if too few do."""
         states = [(r, self._states[r.id]) for r in requests]
         # one that promises less than half its share of a pass only makes the pass longer
@@ -239,7 +239,7 @@ class ModelDrafter(Generic[S]):
         ]
         return eager if sum(state.survival for _, state in eager) >= budget.min_gain else []
 
-    def _unread(self, request: Request, state: _State[S]) -> list[int]:
+    def _unread(self, request: Request, state: DraftState[S]) -> list[int]:
         """Return the tokens that the draft model has not cached."""
         cached = state.sequence.length
         return [*request.tokens_from(cached), *state.drafts[max(0, cached - request.length) :]]
@@ -250,7 +250,7 @@ class ModelDrafter(Generic[S]):
         return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
 
     def _draw(
-        self, eager: Sequence[tuple[Request, _State[S]]], logits: Tensor, budget: Budget
+        self, eager: Sequence[tuple[Request, DraftState[S]]], logits: Tensor, budget: Budget
     ) -> None:
         """Draw one more draft for each request, as the target would from these logits."""
         requests, states = [r for r, _ in eager], [s for _, s in eager]
@@ -278,7 +278,7 @@ class ModelDrafter(Generic[S]):
 
     def _draw_siblings(
         self,
-        states: Sequence[_State[S]],
+        states: Sequence[DraftState[S]],
         guess: TargetDistribution,
         drawn: Tensor,
         every: Tensor,
@@ -295,7 +295,7 @@ class ModelDrafter(Generic[S]):
                     reached = state.survival * chance
                     state.siblings.append((reached, len(state.drafts), token, min(1.0, chance)))
 
-    def _draft(self, state: _State[S], most: int, budget: Budget) -> Draft[Any]:
+    def _draft(self, state: DraftState[S], most: int, budget: Budget) -> Draft[Any]:
         if budget.rule != "match" and state.drafts:
             q = Sampled(torch.stack(state.probs))
             return chain(state.drafts, q, confidences=state.confidences)

@@ -1,7 +1,8 @@
 """Whatever answers prompts, seen from outside: the tools ask engines and compare what they say.
 
 `base.py` says what is asked and answered, `server.py` speaks to any server with OpenAI's API,
-`local.py` runs Transformers in this process. An engine is named by a string:
+`local.py` runs Transformers in this process, `models.py` loads its models. An engine is named by a
+string:
 
     http://127.0.0.1:30000                       a server
     http://127.0.0.1:30000#drafter=suffix        Outrider's server, with options for each request
@@ -23,9 +24,14 @@ from outrider.engines.base import (
     authorization,
     base_url,
     both_modes,
-    check_drafter,
-    draft_kind,
     open_engine,
+)
+from outrider.engines.models import (
+    check_drafter,
+    check_target,
+    draft_kind,
+    load_model,
+    load_tokenizer,
 )
 
 __all__ = [
@@ -39,6 +45,9 @@ __all__ = [
     "base_url",
     "both_modes",
     "check_drafter",
+    "check_target",
     "draft_kind",
+    "load_model",
+    "load_tokenizer",
     "open_engine",
 ]

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -26,8 +25,6 @@ __all__ = [
     "authorization",
     "base_url",
     "both_modes",
-    "check_drafter",
-    "draft_kind",
     "open_engine",
 ]
 
@@ -295,24 +292,6 @@ def _options(spec: str, given: str) -> Mapping[str, Any]:
             f"max_drafts={drafts} in {spec!r:.200}", fix="write a whole number, 0 or more"
         )
     return found
-
-
-def check_drafter(name: str) -> None:
-    """Refuse a name that no drafter has, and list those there are."""
-    from outrider.drafters.registry import known_drafters
-
-    known = known_drafters("adaptive", "model")
-    if name not in known:
-        raise UsageError(f"drafter {name!r}", fix=f"choose one of {', '.join(known)}")
-
-
-def draft_kind(path: str) -> str:
-    """Return what a draft is, by its files here: "model", or a kind of head as `eagle3`."""
-    if not (Path(path) / "config.json").is_file():
-        return "model"  # a name of the hub, or a mistake that whoever loads it will meet
-    from outrider.drafters.heads.formats import kind_of, read_config
-
-    return kind_of(read_config(Path(path)))
 
 
 def base_url(url: str) -> str:

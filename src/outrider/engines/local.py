@@ -15,11 +15,16 @@ from outrider.engines.base import (
     Query,
     Refused,
     Token,
-    check_drafter,
-    draft_kind,
     said,
 )
-from outrider.errors import Unsupported, UsageError
+from outrider.engines.models import (
+    check_drafter,
+    check_target,
+    draft_kind,
+    load_model,
+    load_tokenizer,
+)
+from outrider.errors import Unsupported, UsageError, check_choice
 from outrider.hosts.exactness import Exactness, current_name
 
 __all__ = ["LocalEngine"]
@@ -71,7 +76,7 @@ class LocalEngine:
             raise UsageError("mode=assisted without a draft model", fix="add draft=MODEL")
         try:
             import torch
-            from transformers import AutoTokenizer
+            import transformers  # noqa: F401
         except ImportError as error:
             raise Unsupported(
                 f"transformers: without it ({error})", fix="pip install 'outrider[transformers]'"
@@ -81,8 +86,9 @@ class LocalEngine:
         self._torch = torch
         self._options = dict(options)
         self._max_drafts: int = options.get("max_drafts", 8)
+        check_target(model)
         self.model = self._load(model)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.tokenizer: Any = load_tokenizer(model)
         self._draft = self._load_draft(str(options["draft"])) if "draft" in options else None
         self._quantized: dict[int, Any] = {}
         self._drafter = self._make_drafter() if self.mode == OUTRIDER else None
@@ -104,19 +110,7 @@ class LocalEngine:
         return outrider.load_drafter(name)
 
     def _load(self, name: str) -> Any:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        dtype = self._options.get("dtype", "auto")
-        try:
-            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-        except (OSError, ValueError) as error:
-            raise Unsupported(
-                f"no model at {name!r} ({str(error).splitlines()[0]:.200})",
-                fix="give a directory with config.json and weights, or a name of the hub",
-            ) from error
+        return load_model(name, self._options.get("dtype", "auto"))
 
     def _make_drafter(self) -> Any:
         import outrider
@@ -171,7 +165,7 @@ class LocalEngine:
                 continue
             error = Refused(
                 f"{length} + {query.max_tokens} tokens in a model of {most} positions",
-                fix="shorten the prompt, or lower --max-tokens",
+                fix="use shorter prompts, or ask for fewer tokens",
             )
             if refused is None:
                 raise error
@@ -350,7 +344,5 @@ def _check(spec: str, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key not in OPTIONS:
             raise UsageError(f"{key} {where}", fix=f"choose from {', '.join(OPTIONS)}")
-        allowed = CHOICES.get(key)
-        if allowed is not None and value not in allowed:
-            known = ", ".join(map(str, allowed))
-            raise UsageError(f"{key}={value} {where}", fix=f"choose one of {known}")
+        if key in CHOICES:
+            check_choice(key, value, CHOICES[key], where=where, error=UsageError)

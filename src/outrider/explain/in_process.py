@@ -9,7 +9,13 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.engines import check_drafter, draft_kind
+from outrider.engines import (
+    check_drafter,
+    check_target,
+    draft_kind,
+    load_model,
+    load_tokenizer,
+)
 from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import (
     TOP,
@@ -96,11 +102,9 @@ def _load(options: ExplainOptions) -> tuple[Any, Any, Any]:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
+        import transformers  # noqa: F401
     except ImportError as error:
         raise Unsupported(str(error), fix="pip install 'outrider[transformers]'") from error
-    logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def load(path: str | Path, dtype: torch.dtype) -> Any:
@@ -108,23 +112,18 @@ def _load(options: ExplainOptions) -> tuple[Any, Any, Any]:
             import outrider
 
             return outrider.load_drafter(path)
-        try:
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(device)
-        except (OSError, ValueError) as error:
-            raise Unsupported(
-                f"no model {str(path)!r}: {str(error).splitlines()[0]}",
-                fix="give the folder of a model in Hugging Face's format, or its name there",
-            ) from error
+        return load_model(str(path), dtype).to(device)
 
     if options.target is not None:
+        check_target(options.target)
         model = load(options.target, torch.bfloat16)
         draft = load(options.draft, torch.bfloat16) if options.draft is not None else None
-        return model, draft, AutoTokenizer.from_pretrained(options.target)
+        return model, draft, load_tokenizer(options.target)
     with as_file(files("outrider") / "assets" / "tiny") as tiny:
         torch.set_num_threads(1)  # the models are tiny
         model = load(tiny / "target", torch.float32)
         draft = load(options.draft or tiny / "draft", torch.float32)
-        return model, draft, AutoTokenizer.from_pretrained(tiny / "target")
+        return model, draft, load_tokenizer(str(tiny / "target"))
 
 
 def _drafter(

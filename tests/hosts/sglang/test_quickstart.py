@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import support_matrix
 import typer.main
 from server import Server, free_port, proposed
 
+import pages
 from outrider.cli.main import app
 from pages import PAGES, commands
 
@@ -22,8 +22,10 @@ ROOT = Path(__file__).parents[3]
 
 
 def blocks(language, page="sglang"):
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    """Return what the page says that this file runs, and YAML."""
+    found = pages.blocks((ROOT / "docs" / f"{page}.md").read_text())
+    ours = [block for block in found if Path(__file__).name in block.mark or language == "yaml"]
+    return [block.body for block in ours if block.language == language]
 
 
 def environment():

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.core import Budget, Proposal, Request
 from outrider.drafters.heads.dflash import BlockPass, DFlashHead
 from outrider.drafters.heads.drafter import StateDrafter, ToldSequence
-from outrider.drafters.model import _State
+from outrider.drafters.model import DraftState
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class DFlashDrafter(StateDrafter[BlockSequence]):
 
     def _eager(
         self, requests: Sequence[Request], budget: Budget
-    ) -> list[tuple[Request, _State[BlockSequence]]]:
+    ) -> list[tuple[Request, DraftState[BlockSequence]]]:
         """Return the requests that may and want to draft one more token of their block."""
         eager = super()._eager(requests, budget)
         return [(r, state) for r, state in eager if len(state.drafts) < self.drafts_per_pass]
