@@ -16,17 +16,22 @@ import torch
 from outrider_test_site import no_repeat_processor
 from safetensors.torch import load_file, save_file
 from server import accepted
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.core import Unsupported
 from outrider.drafters.heads import load_head
+from outrider.drafters.heads.blocks import BlockModel
 from outrider.drafters.heads.drafter import HeadModel
-from outrider.hosts.sglang import heads, settings
-from outrider.hosts.sglang.heads import SglangHead, draft_kind
+from outrider.hosts.sglang import heads, settings, slot_blocks
+from outrider.hosts.sglang.heads import draft_kind
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import Profile
+from outrider.hosts.sglang.slot_blocks import SglangBlocks
+from outrider.hosts.sglang.slot_heads import SglangHead
 
 TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
-TARGET, HEAD = TINY / "target", TINY / "head"
+TARGET, HEAD, DFLASH = TINY / "target", TINY / "head", TINY / "dflash"
 FLAGS = [
     *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
     *("--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics"),
@@ -34,10 +39,15 @@ FLAGS = [
 ]
 
 
-def random_head(folder):
-    """Return a head of random weights."""
-    shutil.copytree(HEAD, folder)
+def random_head(folder, head=HEAD):
+    """Return a head of random weights; a DFlash head reads two layers, and has shorter blocks."""
+    shutil.copytree(head, folder)
     weights = load_file(folder / "model.safetensors")
+    if head == DFLASH:
+        config = json.loads((folder / "config.json").read_text())
+        config["block_size"], config["dflash_config"]["target_layer_ids"] = 5, [2, 0]
+        (folder / "config.json").write_text(json.dumps(config))
+        weights["fc.weight"] = weights["fc.weight"][:, : 2 * config["hidden_size"]]
     generator = torch.Generator().manual_seed(0)
     for name, weight in weights.items():
         if weight.is_floating_point():
@@ -69,6 +79,8 @@ def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, record_property)
         "eagle3": {},
         "tree": {"path": str(HEAD), "siblings": 2, "min_survival": 0.0},
         "random": {"path": str(random_head(tmp_path / "random")), "min_survival": 0.0},
+        "dflash": {"path": str(DFLASH), "siblings": 1, "min_survival": 0.0},
+        "any": {"path": str(random_head(tmp_path / "any", DFLASH)), "min_survival": 0.0},
         "adaptive": {},
         "suffix": {"min_vote": 0.0},
     }
@@ -79,7 +91,7 @@ def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, record_property)
     phases = parity.seeded_phases("stories260k", 90, 32, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_seeded(bare, ours, phases, (4, 16), drafters)
-        parity.check_traffic(ours, drafters=["eagle3", "tree"])
+        parity.check_traffic(ours, drafters=["eagle3", "tree", "dflash"])
         fallbacks = {k: v for k, v in ours.metrics().items() if "fallbacks_total{" in k and v}
         assert not fallbacks
     comparison.conclude(0.0)
@@ -107,7 +119,10 @@ TEXTS = [
 def test_states_come_from_chunks_and_from_the_radix_cache(launch, tmp_path):
     """Prompts of several chunks, cached ones, and answers that go on: drafts stay as good."""
     head = as_speculators(tmp_path / "head")
-    with launch("states", TARGET, *FLAGS, "--speculative-draft-model-path", str(head)) as server:
+    more = {"blocks": {"path": str(DFLASH), "min_survival": 0.0}}
+    environment = parity.profile(tmp_path, more, report_acceptance=True)
+    flags = [*FLAGS, "--speculative-draft-model-path", str(head)]
+    with launch("states", TARGET, *flags, **environment) as server:
         plain = ask(server, TEXTS, max_drafts=0)
         server.post("/flush_cache", {})
         first = ask(server, TEXTS, drafter="eagle3")
@@ -122,9 +137,47 @@ def test_states_come_from_chunks_and_from_the_radix_cache(launch, tmp_path):
         server.post("/flush_cache", {})
         ask(server, longer, max_drafts=0)
         assert tokens_per_step(ask(server, longer, drafter="eagle3")) > 2
+        drafted = ask(server, longer, drafter="blocks", explain=True)
+        assert tokens_per_step(drafted) > 2.5
+        steps = drafts_of(longer, drafted)
+        assert len(steps) > 20
+        assert drafts_with_transformers(steps) == [drafts for _, drafts in steps]
+        assert drafts_with_transformers(steps, shift=1) != [drafts for _, drafts in steps]
         response = server.post("/generate", {"text": "a", "return_hidden_states": True})
         assert response.status_code == 400
         server.settle_down()
+
+
+def drafts_of(texts, answers):
+    """Return what was drafted in each step, and the tokens before."""
+    tokenizer, found = AutoTokenizer.from_pretrained(TARGET), []
+    for text, answer in zip(texts, answers, strict=True):
+        prompt, output = tokenizer.encode(text), answer["output_ids"]
+        steps = answer["meta_info"]["outrider_steps"]
+        emitted = len(output) - sum(len(step["emitted"]) for step in steps)  # by the prefill
+        for step in steps:
+            if step["drafts"]:
+                found.append(([*prompt, *output[:emitted]], step["drafts"]))
+            emitted += len(step["emitted"])
+    return found
+
+
+@torch.inference_mode()
+def drafts_with_transformers(steps, shift=0):
+    """Return what the DFlash head drafts there, from the states of Transformers.
+
+    shift: by how many places the states are wrong
+    """
+    target, found = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval(), []
+    model = BlockModel(tiny_head(DFLASH))
+    for tokens, drafts in steps:
+        states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        read = torch.stack([states[i][0] for i in model.head.hidden_layers], 1)
+        sequence = model.open(None)
+        sequence.tell(0, model.head.reduce(read.roll(shift, 0)[:-1]))
+        model.extend([(sequence, tokens)])
+        found.append(model.head.logits(sequence.block.states).argmax(-1)[: len(drafts)].tolist())
+    return found
 
 
 def test_a_head_that_reads_the_last_states(launch):
@@ -140,11 +193,20 @@ def test_a_head_that_reads_the_last_states(launch):
 # -- without a server
 
 
-@pytest.fixture
-def head():
+def tiny_head(path):
     target = load_file(TARGET / "model.safetensors")
     embedding = target["model.embed_tokens.weight"].float()
-    return load_head(HEAD, embedding, 4)
+    return load_head(path, embedding, 4, lm_head=embedding)
+
+
+@pytest.fixture
+def head():
+    return tiny_head(HEAD)
+
+
+@pytest.fixture
+def dflash():
+    return tiny_head(DFLASH)
 
 
 @pytest.fixture
@@ -169,8 +231,8 @@ class Req:
 class Told:
     """Two requests, read by the server's head and by the one of Transformers."""
 
-    def __init__(self, head, runner):
-        self.slot, self.plain = SglangHead(head, runner, [1, 2, 3]), HeadModel(head)
+    def __init__(self, head, runner, slot=SglangHead, plain=HeadModel):
+        self.slot, self.plain = slot(head, runner, [1, 2, 3]), plain(head)
         self.table = runner.req_to_token_pool.req_to_token
         generator = torch.Generator().manual_seed(2)
         self.tokens = torch.randint(1, 500, (3, 200), generator=generator)
@@ -179,12 +241,20 @@ class Told:
         self.reqs = {name: Req(line) for name, line in self.lines.items()}
         self.sequences = {n: self.plain.open(None) for n in self.reqs}
 
-    def tell(self, name, start, end):
-        """The target has read these tokens."""
-        line = self.lines[name]
-        states = self.states[line, start:end]
-        self.slot.tell(self.table[line, start:end].long(), states.flatten(1))
-        self.sequences[name].tell(start, self.plain.head.reduce(states))
+    def tell(self, mode=ForwardMode.DECODE, **spans):
+        """The target has read these tokens, from here to there, in one pass."""
+        rows = [(self.lines[name], p) for name, span in spans.items() for p in range(*span)]
+        lines, positions = torch.tensor(rows).T
+        batch = SimpleNamespace(
+            forward_mode=mode, out_cache_loc=self.table[lines, positions].long(),
+            seq_lens=positions + 1, spec_info=SimpleNamespace(positions=positions),
+            **{host().prefix_lens: [a for a, _ in spans.values()]},
+            **{host().extend_lens: [b - a for a, b in spans.values()]},
+        )  # fmt: skip
+        self.slot.tell(batch, self.states[lines, positions].flatten(1))
+        for name, (start, end) in spans.items():
+            states = self.states[self.lines[name], start:end]
+            self.sequences[name].tell(start, self.plain.head.reduce(states))
 
     def prefill(self, **spans):
         """The server's prefill batch: (cached before, read by it) of each request."""
@@ -196,8 +266,8 @@ class Told:
             **{host().prefix_lens: [a for a, _ in spans.values()]},
             **{host().extend_lens: [n for _, n in spans.values()]},
         )  # fmt: skip
+        self.tell(ForwardMode.EXTEND, **{name: (a, a + n) for name, (a, n) in spans.items()})
         for name, (a, n) in spans.items():
-            self.tell(name, a, a + n)
             sequence, start = self.sequences[name], max(1, a)
             self.plain.catch_up([(sequence, self.tokens[self.lines[name], start : a + n].tolist())])
         self.slot.prefill(batch)
@@ -219,8 +289,7 @@ def test_slots_hold_what_a_cache_of_its_own_holds(head, runner):
     torch.testing.assert_close(*told.extend(a=[7], b=[5]), atol=2e-5, rtol=1e-5)
     for _ in range(3):  # drafts go on from the head's own states
         torch.testing.assert_close(*told.extend(b=[9], a=[8]), atol=2e-5, rtol=1e-5)
-    told.tell("a", 110, 113)  # two drafts were right, and are read again
-    told.tell("b", 10, 11)
+    told.tell(a=(110, 113), b=(10, 11))  # two drafts were right, and are read again
     for name, length in (("a", 111), ("b", 11)):
         sequence = told.slot.open(SimpleNamespace(req=told.reqs[name]))
         told.slot.truncate(sequence, length)
@@ -242,10 +311,64 @@ def test_a_prefix_in_the_radix_cache_has_its_states(head, runner):
     torch.testing.assert_close(*told.extend(b=[5]), atol=2e-5, rtol=1e-5)
 
 
+class ToldBlocks(Told):
+    """Two requests, read by the server's DFlash head and by the one of Transformers."""
+
+    def __init__(self, head, runner):
+        super().__init__(head, runner, SglangBlocks, BlockModel)
+
+    def drafts(self, **ends):
+        """Return both heads' logits of the drafts after so many tokens of each request."""
+        request = [SimpleNamespace(req=self.reqs[n], length=end) for n, end in ends.items()]
+        ours = [self.slot.open(r) for r in request]
+        theirs = [self.sequences[n] for n in ends]
+        unread = []
+        for sequence, (name, end) in zip(theirs, ends.items(), strict=True):
+            self.plain.truncate(sequence, end - 1)
+            unread.append(self.tokens[self.lines[name], sequence.length : end].tolist())
+        last = [tokens[-1:] for tokens in unread]
+        found = [(self.slot.extend([*zip(ours, last, strict=True)]),
+                  self.plain.extend([*zip(theirs, unread, strict=True)]))]  # fmt: skip
+        for _ in range(self.slot.head.block.size - 2):
+            found.append((self.slot.extend([(s, [1]) for s in ours]),
+                          self.plain.extend([(s, [1]) for s in theirs])))  # fmt: skip
+        return [torch.stack(each) for each in zip(*found, strict=True)]
+
+
+NEAR = {"atol": 2e-5, "rtol": 1e-5}
+
+
+@torch.inference_mode()
+def test_slots_hold_the_context_of_blocks(dflash, runner, monkeypatch):
+    """Chunks, rows of a decode batch, SGLang's own verify pass, a shared prefix; many requests."""
+    told = ToldBlocks(dflash, runner)
+    told.tell(ForwardMode.EXTEND, a=(0, 70), b=(0, 1))
+    told.tell(ForwardMode.EXTEND, a=(70, 110), b=(1, 9))
+    torch.testing.assert_close(*told.drafts(a=111, b=10), **NEAR)
+    told.tell(b=(9, 12), a=(110, 111))
+    told.tell(ForwardMode.TARGET_VERIFY, a=(111, 113), b=(12, 13))
+    monkeypatch.setattr(slot_blocks, "MAX_BLOCKS", 1)  # a pass for each
+    torch.testing.assert_close(*told.drafts(a=114, b=13), **NEAR)
+    told.table[1, :30], told.states[1, :30] = told.table[2, :30].clone(), told.states[2, :30]
+    told.sequences["b"] = told.plain.open(None)
+    told.sequences["b"].tell(0, dflash.reduce(told.states[1, :30]))
+    torch.testing.assert_close(*told.drafts(b=31), **NEAR)
+
+
+@torch.inference_mode()
+def test_twin_a_wrong_position_is_seen(dflash, runner, monkeypatch):
+    right = slot_blocks.positions_of
+    monkeypatch.setattr(slot_blocks, "positions_of", lambda batch: right(batch) + 1)
+    told = ToldBlocks(dflash, runner)
+    told.tell(ForwardMode.EXTEND, a=(0, 70), b=(0, 9))
+    ours, theirs = told.drafts(a=71, b=10)
+    assert not torch.allclose(ours, theirs, atol=0.01)
+
+
 def test_the_kernels_compute_the_same():
-    """The two tests above, by the Triton kernels that a GPU would run."""
+    """The three tests of slots above, by the Triton kernels that a GPU would run."""
     env = {**os.environ, "OUTRIDER_KERNELS": "triton", "TRITON_INTERPRET": "1"}
-    chosen = "slots_hold or prefix_in_the_radix"
+    chosen = "slots_hold or prefix_in_the_radix"  # pairs and blocks
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]
     done = subprocess.run(
         [*command, __file__], env=env, capture_output=True, text=True, check=False
@@ -255,17 +378,20 @@ def test_the_kernels_compute_the_same():
 
 def test_states_that_cannot_be_read_are_a_fault_of_drafting(head, runner):
     told = Told(head, runner)
-    told.slot.tell(torch.tensor([1]), torch.zeros(1, 5))  # the target's step goes on
+    batch = SimpleNamespace(out_cache_loc=torch.tensor([1]))
+    told.slot.tell(batch, torch.zeros(1, 5))  # the target's step goes on
     sequence = told.slot.open(SimpleNamespace(req=told.reqs["a"]))
     with pytest.raises(RuntimeError, match="states were not read"):
         told.slot.extend([(sequence, [1, 2])])
     told.slot.extend([(sequence, [1, 2])])
 
 
-def test_what_a_token_takes(head, runner):
+def test_what_a_token_takes(head, dflash, runner):
     made = SglangHead(head, runner, [1, 2, 3])
     assert made.pool_bytes == heads.head_cell_bytes(str(HEAD), 4) * 601
-    assert made._x.nbytes + made._pool.nbytes == made.pool_bytes
+    blocks = SglangBlocks(dflash, runner, [1, 2, 3])
+    scratch = slot_blocks.MAX_BLOCKS * dflash.block.size
+    assert blocks.pool_bytes == heads.head_cell_bytes(str(DFLASH), 4) * (601 + scratch)
 
 
 def test_kinds_of_draft_models(tmp_path):
@@ -300,7 +426,5 @@ def test_hidden_states_for_callers_and_for_heads_are_two_things():
             settings._check_heads({"eagle3": str(HEAD)}, args)
     with pytest.raises(Unsupported, match="the name 'ngram'"):
         settings._check_heads({"ngram": str(HEAD)}, args)
-    with pytest.raises(Unsupported, match=r"DFlash head .* in SGLang"):
-        settings._check_heads({"mine": str(TINY / "dflash")}, args)
     with pytest.raises(Unsupported, match="not a head"):
         settings._check_heads({"mine": str(TARGET)}, args)

@@ -27,10 +27,11 @@ from outrider.drafters import (
 from outrider.drafters.compiled import IS_COMPILED
 from outrider.hosts.sglang.draft_model import SglangDraftModel
 from outrider.hosts.sglang.draft_weights import quantize
-from outrider.hosts.sglang.heads import SglangHead, SglangHeadDrafter, draft_kind
+from outrider.hosts.sglang.heads import draft_kind
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
 from outrider.hosts.sglang.ranks import Message, Ranks
+from outrider.hosts.sglang.slot_heads import SlotHead
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Drafters:
     control: AdaptiveDrafter | None
     ranks: Ranks
     models: Sequence[ModelDrafter[Any]] = ()
-    readers: Sequence[tuple[SglangDraftModel | SglangHead, set[str]]] = ()
+    readers: Sequence[tuple[SglangDraftModel | SlotHead, set[str]]] = ()
     fallbacks: Counter[str] = field(default_factory=Counter)
     wants_calibration: bool = False
 
@@ -69,7 +70,7 @@ class Drafters:
         model: SglangDraftModel | None,
         ranks: Ranks | None = None,
         row_buckets: Sequence[int] = (),
-        heads: Mapping[str, SglangHead | None] | None = None,
+        heads: Mapping[str, SlotHead | None] | None = None,
     ) -> Drafters:
         """Make the drafters of these names, with the profile's options.
 
@@ -84,7 +85,7 @@ class Drafters:
         # control chooses among the free drafters and one that makes passes
         ours = {name: head for name, head in heads.items() if head is not None}
         best = model or next(iter(ours.values()), None)
-        readers: list[tuple[SglangDraftModel | SglangHead, set[str]]] = []
+        readers: list[tuple[SglangDraftModel | SlotHead, set[str]]] = []
         if model is not None:
             readers.append((model, {MODEL, TIERS}))
         readers += [(head, {name}) for name, head in ours.items()]
@@ -93,13 +94,13 @@ class Drafters:
                 users.add(ADAPTIVE)
 
         def drafts(
-            by: SglangDraftModel | SglangHead | None, options: Mapping[str, Any]
+            by: SglangDraftModel | SlotHead | None, options: Mapping[str, Any]
         ) -> ModelDrafter[Any] | None:
             # they run where the target runs, and would only be in its own way in a thread
             if by is None:
                 return None
-            if isinstance(by, SglangHead):
-                models.append(SglangHeadDrafter(by, vocab_size, **options))
+            if isinstance(by, SlotHead):
+                models.append(by.drafter(vocab_size, **options))
             else:
                 models.append(ModelDrafter(by, vocab_size, **options))
             return models[-1]
@@ -219,7 +220,7 @@ class Drafters:
             self.control.cost.draft.observe(rows, draft_seconds)
 
     @property
-    def timed(self) -> SglangDraftModel | SglangHead | None:
+    def timed(self) -> SglangDraftModel | SlotHead | None:
         """What control uses, if all ranks can time its passes."""
         for reader, users in self.readers:
             if ADAPTIVE in users and (reader is self.model or self.ranks.alone):

@@ -144,14 +144,12 @@ def apply(server_args: Any) -> None:
 
 def _check_heads(paths: dict[str, str], server_args: Any) -> None:
     """Raise Unsupported for a head that cannot be had, as far as its files tell."""
-    from outrider.drafters.heads import head_shape, kind_of, read_config
+    from outrider.drafters.heads import head_shape, read_config
     from outrider.hosts.sglang.heads import folder_of
 
     for name, path in paths.items():
         config = read_config(folder_of(path))
         head_shape(config, path)
-        if kind_of(config) == "dflash":
-            raise Unsupported(f"the DFlash head {path} in SGLang", fix="use it with Transformers")
         if name in (ADAPTIVE, MODEL, TIERS, *OURS):
             raise Unsupported(f"a head of the name {name!r}", fix="choose another name for it")
     # 0.5.23 has both

@@ -431,7 +431,7 @@ class OutriderWorker:
         )
         if self._wants_states and found.logits_output is not None:
             for head in self._heads:
-                head.tell(batch.out_cache_loc, found.logits_output.hidden_states)
+                head.tell(batch, found.logits_output.hidden_states)
             found.logits_output.hidden_states = None  # nobody else wants these
         return found
 
