@@ -17,6 +17,7 @@ from outrider_test_site import no_repeat_processor
 from safetensors.torch import load_file, save_file
 from server import accepted
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.core import Unsupported
@@ -24,7 +25,7 @@ from outrider.drafters.heads import load_head
 from outrider.drafters.heads.blocks import BlockModel
 from outrider.drafters.heads.drafter import HeadModel
 from outrider.hosts.sglang import heads, settings, slot_blocks
-from outrider.hosts.sglang.heads import draft_kind
+from outrider.hosts.sglang.heads import HeadSource, draft_kind
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import Profile
 from outrider.hosts.sglang.slot_blocks import SglangBlocks
@@ -180,13 +181,39 @@ def drafts_with_transformers(steps, shift=0):
     return found
 
 
-def test_a_head_that_reads_the_last_states(launch):
-    """MTP: nothing is captured within the target."""
-    head = str(TINY / "mtp")
-    with launch("mtp", TARGET, *FLAGS, "--speculative-draft-model-path", head) as server:
-        plain, drafted = ask(server, TEXTS, max_drafts=0), ask(server, TEXTS, drafter="mtp")
-        assert [a["output_ids"] for a in drafted] == [a["output_ids"] for a in plain]
-        assert tokens_per_step(drafted) > 3
+def with_mtp_layer(folder):
+    """Return the tiny target with the tiny MTP head among its weights, named as DeepSeek does."""
+    shutil.copytree(TARGET, folder)
+    config = json.loads((folder / "config.json").read_text())
+    wide, layers = config["intermediate_size"], config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    names = {"token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
+             "final_layernorm": "shared_head.norm"}  # fmt: skip
+    weights = load_file(folder / "model.safetensors")
+    for name, weight in load_file(TINY / "mtp" / "model.safetensors").items():
+        rest = name.removeprefix("mtp_layers.0.")
+        first = rest.partition(".")[0]
+        if ".mlp." in name:  # the layer is as wide as the target's: zeros change nothing
+            side = rest.startswith("mlp.down_proj")
+            missing = wide - weight.shape[side]
+            weight = functional.pad(weight, (0, missing) if side else (0, 0, 0, missing))
+        ours = rest.replace(first, names.get(first, first), 1)
+        weights[f"model.layers.{layers}.{ours}"] = weight.contiguous()
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def test_heads_that_read_the_last_states(launch, tmp_path):
+    """MTP: nothing is captured within the target, one has it among its weights."""
+    target = with_mtp_layer(tmp_path / "target")
+    environment = parity.profile(tmp_path, {"own": {"kind": "mtp"}}, report_acceptance=True)
+    flags = [*FLAGS, "--speculative-draft-model-path", str(TINY / "mtp")]
+    with launch("mtp", target, *flags, **environment) as server:
+        plain = ask(server, TEXTS, max_drafts=0)
+        for name in ("mtp", "own"):
+            drafted = ask(server, TEXTS, drafter=name)
+            assert [a["output_ids"] for a in drafted] == [a["output_ids"] for a in plain]
+            assert tokens_per_step(drafted) > 3
         server.settle_down()
 
 
@@ -388,33 +415,50 @@ def test_states_that_cannot_be_read_are_a_fault_of_drafting(head, runner):
 
 def test_what_a_token_takes(head, dflash, runner):
     made = SglangHead(head, runner, [1, 2, 3])
-    assert made.pool_bytes == heads.head_cell_bytes(str(HEAD), 4) * 601
+    assert made.pool_bytes == HeadSource(str(HEAD)).cell_bytes(4) * 601
     blocks = SglangBlocks(dflash, runner, [1, 2, 3])
     scratch = slot_blocks.MAX_BLOCKS * dflash.block.size
-    assert blocks.pool_bytes == heads.head_cell_bytes(str(DFLASH), 4) * (601 + scratch)
+    assert blocks.pool_bytes == HeadSource(str(DFLASH)).cell_bytes(4) * (601 + scratch)
+
+
+def arguments(draft, target=TARGET):
+    path = None if draft is None else str(draft)
+    return SimpleNamespace(speculative_draft_model_path=path, model_path=str(target))
 
 
 def test_kinds_of_draft_models(tmp_path):
-    assert draft_kind(None) is None
-    assert draft_kind(str(HEAD)) == "eagle3"
-    assert draft_kind(str(TARGET)) == "model"
+    assert draft_kind(arguments(None)) is None
+    assert draft_kind(arguments(HEAD)) == "eagle3"
+    assert draft_kind(arguments(DFLASH)) == "dflash"
+    assert draft_kind(arguments(TARGET)) == "model", "it has no MTP layer"
+    own = with_mtp_layer(tmp_path / "target")
+    assert draft_kind(arguments(own, own)) == "mtp"
+    assert draft_kind(arguments(f"{own}/", own)) == "mtp"
+    assert draft_kind(arguments(own)) == "model", "of another target it is a draft model"
     with pytest.raises(Unsupported, match="the draft model"):
-        draft_kind(str(tmp_path / "nothing"))
+        draft_kind(arguments(tmp_path / "nothing"))
 
 
-def test_names_of_heads():
-    args = SimpleNamespace(speculative_draft_model_path=str(HEAD))
-    more = Profile(drafters={"ngram": {"min_n": 1}, "mine": {"path": "x"}})
-    assert heads.head_paths(more, args) == {"eagle3": str(HEAD), "mine": "x"}
-    assert more.names("eagle3") == ["adaptive", "ngram", "mine", "eagle3", "none"]
+def test_names_of_heads(tmp_path):
+    more = Profile(drafters={"ngram": {"min_n": 1}, "mine": {"path": "x"}, "own": {"kind": "mtp"}})
+    found = {"mine": HeadSource("x"), "own": HeadSource(str(TARGET), "mtp")}
+    assert heads.head_sources(more, arguments(HEAD)) == {"eagle3": HeadSource(str(HEAD)), **found}
+    assert more.names("eagle3") == ["adaptive", "ngram", "mine", "own", "eagle3", "none"]
     with pytest.raises(Unsupported, match="two heads of the name 'eagle3'"):
-        heads.head_paths(Profile(drafters={"eagle3": {"path": "x"}}), args)
+        heads.head_sources(Profile(drafters={"eagle3": {"path": "x"}}), arguments(HEAD))
+    with pytest.raises(Unsupported, match="kind 'eagle3' of the profile's drafter 'own'"):
+        heads.head_sources(Profile(drafters={"own": {"kind": "eagle3"}}), arguments(None))
+    own = str(with_mtp_layer(tmp_path / "target"))
+    found = heads.head_sources(Profile(), arguments(own, own))
+    assert found == {"mtp": HeadSource(own, "mtp")}
+    assert found["mtp"].layers(4) == (4,)
+    assert found["mtp"].cell_bytes(4) == HeadSource(str(TINY / "mtp")).cell_bytes(4)
 
 
-def test_layers_that_sglang_does_not_give_are_refused(tmp_path):
-    assert heads.layers_to_capture([str(HEAD)], 4) == [1, 2, 3]
+def test_layers_that_sglang_does_not_give_are_refused():
+    assert heads.layers_to_capture([HeadSource(str(HEAD))], 4) == [1, 2, 3]
     with pytest.raises(Unsupported, match="layers 1 to 2, or"):
-        heads.layers_to_capture([str(HEAD)], 3)
+        heads.layers_to_capture([HeadSource(str(HEAD))], 3)
 
 
 def test_hidden_states_for_callers_and_for_heads_are_two_things():
@@ -423,8 +467,8 @@ def test_hidden_states_for_callers_and_for_heads_are_two_things():
         args.enable_return_hidden_states = not also
         args.__dict__.update(also)
         with pytest.raises(Unsupported, match=r"return-hidden-states.* with a head"):
-            settings._check_heads({"eagle3": str(HEAD)}, args)
+            settings._check_heads({"eagle3": HeadSource(str(HEAD))}, args)
     with pytest.raises(Unsupported, match="the name 'ngram'"):
-        settings._check_heads({"ngram": str(HEAD)}, args)
+        settings._check_heads({"ngram": HeadSource(str(HEAD))}, args)
     with pytest.raises(Unsupported, match="not a head"):
-        settings._check_heads({"mine": str(TARGET)}, args)
+        settings._check_heads({"mine": HeadSource(str(TARGET))}, args)

@@ -29,7 +29,14 @@ from outrider.hosts.sglang.draft_model import SglangDraftModel
 from outrider.hosts.sglang.draft_weights import quantize
 from outrider.hosts.sglang.heads import draft_kind
 from outrider.hosts.sglang.host import host
-from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
+from outrider.hosts.sglang.profile import (
+    ADAPTIVE,
+    HEAD_OPTIONS,
+    MODEL,
+    TIERS,
+    Profile,
+    load_profile,
+)
 from outrider.hosts.sglang.ranks import Message, Ranks
 from outrider.hosts.sglang.slot_heads import SlotHead
 
@@ -108,7 +115,8 @@ class Drafters:
         for name in names:
             drafter: Drafter
             options, timeout = dict(profile.drafters.get(name, {})), None
-            options.pop("path", None)
+            for option in HEAD_OPTIONS:
+                options.pop(option, None)
             try:
                 if name in heads:
                     # on ranks other than 0 nobody asks it
@@ -267,7 +275,7 @@ def _chosen(request: Any) -> str:
 
 def make_draft_worker(target_worker: Any, server_args: Any, **options: Any) -> Any:
     """Load the draft model into a worker of SGLang's, beside the target; None if there is none."""
-    if draft_kind(host().arguments(server_args).speculative_draft_model_path) != MODEL:
+    if draft_kind(host().arguments(server_args)) != MODEL:
         return None
     worker = host().draft_worker(target_worker, server_args, **options)
     bits = load_profile().draft_bits
