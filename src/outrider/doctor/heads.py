@@ -61,10 +61,10 @@ def check_head(target: Model, head: Model) -> Iterator[Finding]:
     yield Finding("models", "ok", f"{said}{many} of {target.name}'s {layers} layers")
     yield from _check_count(head, layers, how)
     yield from _check_verifier(target, head)
-    if kind == "dflash" or (read != (layers,) and not all(0 < i < layers for i in read)):
+    if read != (layers,) and not all(0 < i < layers for i in read):
         yield Finding(
             "hosts", "warning", f"{head.name} is refused in SGLang",
-            "SGLang gives the states of inner layers, or those of the last; DFlash is not there",
+            "SGLang gives the states of inner layers, or those of the last",
             "use it with Transformers",
         )  # fmt: skip
     if target.context is not None and shape.max_length < target.context:

@@ -25,6 +25,7 @@ from outrider.drafters.heads import (
     DFlashDrafter,
     DFlashHead,
     HeadConfig,
+    blocks,
     kind_of,
     load_head,
 )
@@ -84,6 +85,24 @@ def test_a_block_is_the_formula(head, states):
     torch.testing.assert_close(blocks[1], by_hand(head, states[10:16], 12), atol=1e-5, rtol=1e-5)
     assert (a.cache.length, b.cache.length) == (9, 6), "the block is not kept"
     assert (a.length, b.length) == (9 + SIZE - 1, 6 + SIZE - 1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("drafts_at_once", [1, 2, SIZE])
+def test_logits_are_computed_for_a_few_drafts_at_once(head, states, drafts_at_once, monkeypatch):
+    """However many fit, they are the same; and a sequence may stop before the others."""
+    monkeypatch.setattr(blocks, "LOGIT_BYTES", 2 * drafts_at_once * 4 * 40)
+    counts, of = [], head.logits
+    monkeypatch.setattr(head, "logits", lambda x: counts.append(len(x)) or of(x))
+    model = BlockModel(head)
+    a, b = model.open(None), model.open(None)
+    a.tell(0, head.reduce(states[:9]))
+    b.tell(0, head.reduce(states[10:16]))
+    found = [model.extend([(a, [0] * 9 + [11]), (b, [0] * 6 + [12])])[0]]
+    found += [model.extend([(a, [1])])[0] for _ in range(SIZE - 2)]
+    expected = by_hand(head, states[:9], 11)
+    torch.testing.assert_close(torch.stack(found), expected, atol=1e-5, rtol=1e-5)
+    assert counts[0] == 2 * min(drafts_at_once, SIZE - 1)
 
 
 class Counted(DFlashHead):
@@ -217,7 +236,7 @@ def logits(head, states):
     sequence = model.open(None)
     sequence.tell(0, head.reduce(states[:4]))
     model.extend([(sequence, [0, 0, 0, 0, 7])])
-    return sequence.block
+    return head.logits(sequence.block.states)
 
 
 @pytest.mark.parametrize("config", [SGLANG, SPECULATORS], ids=["sglang", "speculators"])

@@ -349,3 +349,10 @@ def test_rotary_frequencies_are_transformers():
         shape = {k: v for k, v in SHAPE.items() if k != "rope_theta"} | {"rope_parameters": rope}
         theirs, _ = functions[rope["rope_type"]](LlamaConfig(**shape), "cpu")
         torch.testing.assert_close(frequencies(HeadConfig.of(shape)), theirs)
+
+
+def test_angles_stay_exact_in_a_head_of_few_bits(head):
+    head = head.to(torch.bfloat16)
+    assert head.midlayer.self_attn.q_proj.weight.dtype == torch.bfloat16
+    exact = torch.tensor([[5000.0]]) * frequencies(head.config)
+    assert torch.equal(head.rotary(torch.tensor([5000])), exact)

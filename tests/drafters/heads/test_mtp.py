@@ -83,8 +83,7 @@ def test_the_layer_is_qwen3_5s_own(states):
     mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
     expected = layer(x, position_embeddings=turned, attention_mask=mask)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    angles = positions[:, None].float() * head.frequencies
-    found = head.layer(x[0], angles, SequencePass([HeadCache()], [7]))
+    found = head.layer(x[0], head.rotary(positions), SequencePass([HeadCache()], [7]))
     torch.testing.assert_close(found, expected.view(7, 32), atol=1e-5, rtol=1e-5)
 
 

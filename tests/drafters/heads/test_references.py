@@ -193,7 +193,7 @@ def block_logits(head, tokens, states, start):
     sequence = model.open(None)
     sequence.tell(0, head.reduce(states[:start]))
     model.extend([(sequence, tokens[: start + 1].tolist())])
-    return sequence.block
+    return head.logits(sequence.block.states)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ TRAFFIC = {
     "no slot lost: SGLang's strict idle check": "test_parity.py, test_faults.py",
     "tensor parallelism (`--tp-size 2`), data parallelism (`--dp-size 2`)": "test_parallel.py",
     "drafts by a model (SGLang's own `TpModelWorker`) and by n-grams": "all of them",
-    "drafts by heads (EAGLE-3, MTP), chains and trees, several in a server": "test_heads.py",
+    "drafts by heads (EAGLE-3, MTP, DFlash), chains, trees, several in a server": "test_heads.py",
     "attention backends `torch_native` and `outrider`": "test_parity.py",
     "attention backend `outrider` as Triton kernels, in the interpreter": "test_triton.py",
     "SGLang's own speculation on ROCm, repaired (`OUTRIDER_REPAIR`)": "test_rocm.py",

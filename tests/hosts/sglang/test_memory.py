@@ -104,7 +104,9 @@ def test_a_token_costs_both_caches(monkeypatch):
         return config
 
     monkeypatch.setattr(ModelConfig, "from_server_args", staticmethod(load))
-    monkeypatch.setattr(heads, "draft_kind", lambda path: path and "model")
+    monkeypatch.setattr(
+        heads, "draft_kind", lambda args: args.speculative_draft_model_path and "model"
+    )
     monkeypatch.setattr("sglang.srt.layers.dp_attention.get_attention_tp_size", lambda: 2)
 
     def cell(**others):

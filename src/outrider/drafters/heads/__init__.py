@@ -6,7 +6,7 @@ from outrider.drafters.heads.dflash import Block, DFlashHead
 from outrider.drafters.heads.drafter import Head, HeadDrafter
 from outrider.drafters.heads.eagle import EagleHead
 from outrider.drafters.heads.eagle3 import Eagle3Head, Eagle3Norms
-from outrider.drafters.heads.formats import head_layers, head_shape, kind_of, read_config
+from outrider.drafters.heads.formats import has_mtp, head_layers, head_shape, kind_of, read_config
 from outrider.drafters.heads.layers import HeadConfig
 from outrider.drafters.heads.mtp import MTPHead
 
@@ -22,6 +22,7 @@ __all__ = [
     "HeadConfig",
     "HeadDrafter",
     "MTPHead",
+    "has_mtp",
     "head_layers",
     "head_shape",
     "kind_of",

@@ -39,7 +39,7 @@ from outrider.drafters.heads.layers import (
     HeadCache,
     HeadConfig,
     RMSNorm,
-    frequencies,
+    Rotary,
     spread,
 )
 
@@ -107,9 +107,8 @@ class DFlashHead(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("frequencies", frequencies(config), persistent=False)
+        self.rotary = Rotary(config)
         self.d2t: Tensor
-        self.frequencies: Tensor
 
     def reduce(self, states: Tensor) -> Tensor:
         """Return c of the target's states, [n, layers, H] -> [n, H]."""
@@ -118,7 +117,7 @@ class DFlashHead(nn.Module):
 
     def context(self, c: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values of context rows, [n, kv heads, D], in each layer."""
-        angles = positions[:, None].float() * self.frequencies
+        angles = self.rotary(positions)
         attentions = (layer.get_submodule("self_attn") for layer in self.layers)
         return [a.keys_values(c, angles) for a in attentions if isinstance(a, Attention)]
 
@@ -127,7 +126,7 @@ class DFlashHead(nn.Module):
 
         tokens, positions: [N]
         """
-        angles = positions[:, None].float() * self.frequencies
+        angles = self.rotary(positions)
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x, angles, attend)

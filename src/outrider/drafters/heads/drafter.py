@@ -24,34 +24,33 @@ from outrider.drafters.model import DraftModel, ModelDrafter
 
 
 class StateReader(Protocol):
-    """What reads states of the target.
+    """A head: what reads states of the target, and drafts from them.
 
     hidden_layers: whose states: see `Drafter`
     """
 
     name: str
     hidden_layers: tuple[int, ...]
+    config: HeadConfig
 
     def reduce(self, states: Tensor) -> Tensor:
         """Return what is kept of the target's states, [n, layers, H] -> [n, H]."""
+        ...
+
+    def logits(self, g: Tensor, /) -> Tensor:
+        """Return logits over the target's vocabulary, [n, V]."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return its weights by name."""
         ...
 
 
 class Head(StateReader, Protocol):
     """A head that drafts one token a pass, from the target's states or from its own."""
 
-    config: HeadConfig
-
     def __call__(self, tokens: Tensor, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Read pairs of token and state. Return the states that follow, [N, H]."""
-        ...
-
-    def logits(self, g: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, [n, V]."""
-        ...
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return its weights by name."""
         ...
 
 

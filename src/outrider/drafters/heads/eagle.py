@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from outrider.drafters.heads.layers import Attend, DecoderLayer, HeadConfig, frequencies
+from outrider.drafters.heads.layers import Attend, DecoderLayer, HeadConfig, Rotary
 
 
 class EagleHead(nn.Module):
@@ -36,8 +36,7 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([DecoderLayer(config, input_norm=False)])
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
-        self.register_buffer("frequencies", frequencies(config), persistent=False)
-        self.frequencies: Tensor
+        self.rotary = Rotary(config)
 
     def reduce(self, states: Tensor) -> Tensor:
         """Return the target's last states, [n, 1, H] -> [n, H]."""
@@ -48,7 +47,7 @@ class EagleHead(nn.Module):
 
         tokens, positions: [N]
         """
-        angles = positions[:, None].float() * self.frequencies
+        angles = self.rotary(positions)
         z = self.fc(torch.cat([self.embed_tokens(tokens), x], -1))
         found: Tensor = self.layers[0](z, angles, attend)
         return found

@@ -37,7 +37,7 @@ from outrider.drafters.heads.layers import (
     Attention,
     HeadConfig,
     RMSNorm,
-    frequencies,
+    Rotary,
     spread,
 )
 
@@ -119,9 +119,8 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, target_size)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("frequencies", frequencies(config), persistent=False)
+        self.rotary = Rotary(config)
         self.d2t: Tensor
-        self.frequencies: Tensor
 
     def reduce(self, states: Tensor) -> Tensor:
         """Return x of the target's states, [n, layers, H] -> [n, H]."""
@@ -140,7 +139,7 @@ class Eagle3Head(nn.Module):
 
         tokens, positions: [N]
         """
-        angles = positions[:, None].float() * self.frequencies
+        angles = self.rotary(positions)
         found: Tensor = self.midlayer(self.embed_tokens(tokens), x, angles, attend)
         return self.norm(found) if self.norms.norm_output else found
 

@@ -65,6 +65,12 @@ def kind_of(config: Mapping[str, Any]) -> str:
     return MODEL
 
 
+def has_mtp(config: Mapping[str, Any]) -> bool:
+    """Say whether the config.json of a target tells of an MTP layer among its weights."""
+    inner = config.get("text_config") or config
+    return any(inner.get(n) for n in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+
+
 def head_shape(config: Mapping[str, Any], path: str | Path, kind: str | None = None) -> HeadConfig:
     """Return the shape of a head.
 

@@ -135,6 +135,29 @@ def frequencies(config: HeadConfig) -> Tensor:
     return mixed
 
 
+class Rotary(nn.Module):
+    """The angles of positions, in float32 whatever the head's dtype.
+
+    A frequency in bfloat16 is off by up to 0.2 %: after 2,000 positions by radians.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", frequencies(config), persistent=False)
+        self.frequencies: Tensor
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
+        """Follow the head to its device, and not to its dtype."""
+        exact = self.frequencies
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self.frequencies = exact.to(self.frequencies.device)
+        return self
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Return the angles of positions, [N] -> [N, rotary_dim / 2]."""
+        return positions[:, None].float() * self.frequencies
+
+
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Turn [N, heads, D] by angles, [N, R / 2]: dimension i < R / 2 pairs with i + R / 2."""
     turned = 2 * angles.shape[-1]

@@ -40,7 +40,7 @@ from outrider.drafters.heads.layers import (
     DecoderLayer,
     HeadConfig,
     RMSNorm,
-    frequencies,
+    Rotary,
 )
 
 DEEPSEEK = r"(?:model\.)?(?:language_model\.)?layers\.\d+\."
@@ -105,8 +105,7 @@ class MTPHead(nn.Module):
         self.norm = RMSNorm(size, eps, offset)
         self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
-        self.register_buffer("frequencies", frequencies(config), persistent=False)
-        self.frequencies: Tensor
+        self.rotary = Rotary(config)
 
     def reduce(self, states: Tensor) -> Tensor:
         """Return the target's last states, [n, 1, H] -> [n, H]."""
@@ -117,7 +116,7 @@ class MTPHead(nn.Module):
 
         tokens, positions: [N]
         """
-        angles = positions[:, None].float() * self.frequencies
+        angles = self.rotary(positions)
         both = torch.cat([self.enorm(self.embed_tokens(tokens)), self.hnorm(x)], -1)
         found: Tensor = self.norm(self.layer(self.eh_proj(both), angles, attend))
         return found

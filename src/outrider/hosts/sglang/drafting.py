@@ -27,10 +27,18 @@ from outrider.drafters import (
 from outrider.drafters.compiled import IS_COMPILED
 from outrider.hosts.sglang.draft_model import SglangDraftModel
 from outrider.hosts.sglang.draft_weights import quantize
-from outrider.hosts.sglang.heads import SglangHead, SglangHeadDrafter, draft_kind
+from outrider.hosts.sglang.heads import draft_kind
 from outrider.hosts.sglang.host import host
-from outrider.hosts.sglang.profile import ADAPTIVE, MODEL, TIERS, Profile, load_profile
+from outrider.hosts.sglang.profile import (
+    ADAPTIVE,
+    HEAD_OPTIONS,
+    MODEL,
+    TIERS,
+    Profile,
+    load_profile,
+)
 from outrider.hosts.sglang.ranks import Message, Ranks
+from outrider.hosts.sglang.slot_heads import SlotHead
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +65,7 @@ class Drafters:
     control: AdaptiveDrafter | None
     ranks: Ranks
     models: Sequence[ModelDrafter[Any]] = ()
-    readers: Sequence[tuple[SglangDraftModel | SglangHead, set[str]]] = ()
+    readers: Sequence[tuple[SglangDraftModel | SlotHead, set[str]]] = ()
     fallbacks: Counter[str] = field(default_factory=Counter)
     wants_calibration: bool = False
 
@@ -69,7 +77,7 @@ class Drafters:
         model: SglangDraftModel | None,
         ranks: Ranks | None = None,
         row_buckets: Sequence[int] = (),
-        heads: Mapping[str, SglangHead | None] | None = None,
+        heads: Mapping[str, SlotHead | None] | None = None,
     ) -> Drafters:
         """Make the drafters of these names, with the profile's options.
 
@@ -84,7 +92,7 @@ class Drafters:
         # control chooses among the free drafters and one that makes passes
         ours = {name: head for name, head in heads.items() if head is not None}
         best = model or next(iter(ours.values()), None)
-        readers: list[tuple[SglangDraftModel | SglangHead, set[str]]] = []
+        readers: list[tuple[SglangDraftModel | SlotHead, set[str]]] = []
         if model is not None:
             readers.append((model, {MODEL, TIERS}))
         readers += [(head, {name}) for name, head in ours.items()]
@@ -93,13 +101,13 @@ class Drafters:
                 users.add(ADAPTIVE)
 
         def drafts(
-            by: SglangDraftModel | SglangHead | None, options: Mapping[str, Any]
+            by: SglangDraftModel | SlotHead | None, options: Mapping[str, Any]
         ) -> ModelDrafter[Any] | None:
             # they run where the target runs, and would only be in its own way in a thread
             if by is None:
                 return None
-            if isinstance(by, SglangHead):
-                models.append(SglangHeadDrafter(by, vocab_size, **options))
+            if isinstance(by, SlotHead):
+                models.append(by.drafter(vocab_size, **options))
             else:
                 models.append(ModelDrafter(by, vocab_size, **options))
             return models[-1]
@@ -107,7 +115,8 @@ class Drafters:
         for name in names:
             drafter: Drafter
             options, timeout = dict(profile.drafters.get(name, {})), None
-            options.pop("path", None)
+            for option in HEAD_OPTIONS:
+                options.pop(option, None)
             try:
                 if name in heads:
                     # on ranks other than 0 nobody asks it
@@ -219,7 +228,7 @@ class Drafters:
             self.control.cost.draft.observe(rows, draft_seconds)
 
     @property
-    def timed(self) -> SglangDraftModel | SglangHead | None:
+    def timed(self) -> SglangDraftModel | SlotHead | None:
         """What control uses, if all ranks can time its passes."""
         for reader, users in self.readers:
             if ADAPTIVE in users and (reader is self.model or self.ranks.alone):
@@ -266,7 +275,7 @@ def _chosen(request: Any) -> str:
 
 def make_draft_worker(target_worker: Any, server_args: Any, **options: Any) -> Any:
     """Load the draft model into a worker of SGLang's, beside the target; None if there is none."""
-    if draft_kind(host().arguments(server_args).speculative_draft_model_path) != MODEL:
+    if draft_kind(host().arguments(server_args)) != MODEL:
         return None
     worker = host().draft_worker(target_worker, server_args, **options)
     bits = load_profile().draft_bits

@@ -55,7 +55,7 @@ def verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
         return
     from outrider.hosts.sglang.heads import draft_kind
 
-    profile, draft = load_profile(), draft_kind(args.speculative_draft_model_path)
+    profile, draft = load_profile(), draft_kind(args)
     request_options(self.custom_params, profile.names(draft), profile.report_acceptance)
     if self.min_p > 0 and args.enable_deterministic_inference:
         raise ValueError(

@@ -344,8 +344,7 @@ def _boundary_reduction(original: Callable[..., Any], view: Any) -> Any:
     """Keep a head from SGLang, as above."""
     from outrider.hosts.sglang.heads import draft_kind
 
-    path = view.speculative_draft_model_path
-    if hooks.is_chosen(view) and path is not None and draft_kind(path) != MODEL:
+    if hooks.is_chosen(view) and draft_kind(view) not in (None, MODEL):
         view = _WithoutDraft(view)
     return original(view)
 

@@ -64,12 +64,12 @@ def draft_cell_bytes(runner: Any) -> int:
 
     runner: the target's model runner, or what stands for it while its cache is made
     """
-    from outrider.hosts.sglang.heads import draft_kind, head_cell_bytes, head_paths
+    from outrider.hosts.sglang.heads import draft_kind, head_sources
 
     args = host().arguments(runner.server_args)
-    paths = head_paths(load_profile(), args).values()
-    heads = sum(head_cell_bytes(path, runner.model_config.dtype.itemsize) for path in paths)
-    is_model = draft_kind(args.speculative_draft_model_path) == MODEL
+    sources = head_sources(load_profile(), args).values()
+    heads = sum(source.cell_bytes(runner.model_config.dtype.itemsize) for source in sources)
+    is_model = draft_kind(args) == MODEL
     return heads + (_model_cell_bytes(runner, args) if is_model else 0)
 
 

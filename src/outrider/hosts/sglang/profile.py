@@ -38,6 +38,10 @@ TIERS = "tiers"
 """The draft model with a number of drafts moved by SGLang's own rule: to compare with."""
 
 
+HEAD_OPTIONS = ("path", "kind")
+"""Options that make a drafter a head: where it is, and what to read among the target's weights."""
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -50,7 +54,8 @@ class Profile(_Strict):
         decoding, by measured goodput. A fixed drafter drafts even where plain decoding is faster.
     drafters: options for drafters, by name. A request may choose among these, the default, `ngram`,
         `none`, and the draft model (`model`) or head (its kind, as `eagle3`) if there is one. An
-        entry with a `path` is a further head, in that directory, under a name of your choice.
+        entry with a `path` is a further head, in that directory, under a name of your choice. With
+        `kind: mtp` and no path it is the MTP layer among the target's own weights.
     max_drafts: the most drafts in a step for requests that do not say; also the server's limit, if
         `--speculative-num-steps` does not set one
     draft_bits: 4 or 8: the draft model reads a copy of its weights in so few bits, where that is
@@ -89,9 +94,9 @@ class Profile(_Strict):
         wanted = [self.drafter, *self.drafters, "ngram", *ours, "none"]
         return list(dict.fromkeys(wanted))
 
-    def head_paths(self) -> dict[str, str]:
-        """Return the paths of heads among the drafters, by name."""
-        return {name: str(o["path"]) for name, o in self.drafters.items() if "path" in o}
+    def head_names(self) -> list[str]:
+        """Return the names of heads among the drafters."""
+        return [name for name, o in self.drafters.items() if not o.keys().isdisjoint(HEAD_OPTIONS)]
 
 
 class RequestOptions(_Strict):

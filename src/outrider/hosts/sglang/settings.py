@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from outrider.core import Unsupported
@@ -79,9 +79,9 @@ def apply(server_args: Any) -> None:
     for what, fix, asked_for in REFUSED:
         if asked_for(server_args):
             raise Unsupported(what, fix=fix)
-    from outrider.hosts.sglang.heads import draft_kind, head_paths
+    from outrider.hosts.sglang.heads import draft_kind, head_sources
 
-    profile, draft = load_profile(), draft_kind(server_args.speculative_draft_model_path)
+    profile, draft = load_profile(), draft_kind(server_args)
     has_draft_model = draft == MODEL
     for name in (MODEL, TIERS):
         if name in (profile.drafter, *profile.drafters) and not has_draft_model:
@@ -105,8 +105,8 @@ def apply(server_args: Any) -> None:
         tracing.check_installed()
     verify_pass(profile.verify_pass, server_args)
     _check_drafters(profile, draft)
-    if paths := head_paths(profile, server_args):
-        _check_heads(paths, server_args)
+    if sources := head_sources(profile, server_args):
+        _check_heads(sources, server_args)
     if has_draft_model:
         _check_tokenizers(server_args)
 
@@ -142,16 +142,13 @@ def apply(server_args: Any) -> None:
     logger.info("K = %d; overlap scheduling is %s", steps, overlap)
 
 
-def _check_heads(paths: dict[str, str], server_args: Any) -> None:
-    """Raise Unsupported for a head that cannot be had, as far as its files tell."""
-    from outrider.drafters.heads import head_shape, kind_of, read_config
-    from outrider.hosts.sglang.heads import folder_of
+def _check_heads(sources: Mapping[str, Any], server_args: Any) -> None:
+    """Raise Unsupported for a head that cannot be had, as far as its files tell.
 
-    for name, path in paths.items():
-        config = read_config(folder_of(path))
-        head_shape(config, path)
-        if kind_of(config) == "dflash":
-            raise Unsupported(f"the DFlash head {path} in SGLang", fix="use it with Transformers")
+    sources: see `heads.head_sources`
+    """
+    for name, source in sources.items():
+        source.shape()
         if name in (ADAPTIVE, MODEL, TIERS, *OURS):
             raise Unsupported(f"a head of the name {name!r}", fix="choose another name for it")
     # 0.5.23 has both
@@ -171,7 +168,7 @@ def _check_drafters(profile: Profile, draft: str | None) -> None:
     from outrider.control import adaptive_drafter
     from outrider.drafters.registry import known_drafters, make_drafter
 
-    heads = {*profile.head_paths(), *((draft,) if draft else ())}
+    heads = {*profile.head_names(), *((draft,) if draft else ())}
     known = known_drafters(ADAPTIVE, MODEL, TIERS, *heads)
     for name in profile.names(draft):
         options = profile.drafters.get(name, {})

@@ -54,7 +54,7 @@ from outrider.hosts.sglang.flights import (
     order_slots,
     would_keep,
 )
-from outrider.hosts.sglang.heads import draft_kind, head_paths, load_heads
+from outrider.hosts.sglang.heads import draft_kind, head_sources, load_heads
 from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
@@ -115,15 +115,15 @@ class OutriderWorker:
         profile, model = load_profile(), None
         if draft_worker is not None:
             model = SglangDraftModel(draft_worker, self._max_rows, self._ranks)
-        names = profile.names(draft_kind(args.speculative_draft_model_path))
+        names = profile.names(draft_kind(args))
         vocab_size, graphs = self.model_config.vocab_size, host().graph_sizes(runner)
-        paths = head_paths(profile, args)
+        sources = head_sources(profile, args)
         try:
-            heads = load_heads(paths, runner, self._ranks)
+            heads = load_heads(sources, runner, self._ranks)
         except Unsupported as error:
             raise SystemExit(f"outrider: {error}") from error
         self._heads = [head for head in heads.values() if head is not None]
-        self._wants_states = bool(paths)
+        self._wants_states = bool(sources)
         self._drafters = Drafters.make(
             profile, names, vocab_size, model, self._ranks, graphs, heads
         )
@@ -430,7 +430,7 @@ class OutriderWorker:
         )
         if self._wants_states and found.logits_output is not None:
             for head in self._heads:
-                head.tell(batch.out_cache_loc, found.logits_output.hidden_states)
+                head.tell(batch, found.logits_output.hidden_states)
             found.logits_output.hidden_states = None  # nobody else wants these
         return found
 

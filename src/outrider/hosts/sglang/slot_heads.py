@@ -1,0 +1,246 @@
+"""Heads whose memory is in the target's slots.
+
+Every pass of the target, be it prefill, decode or verify, tells the heads the hidden states of its
+rows (`tell`). What a head keeps of a row is in the row's slot. So it is found by the host's table,
+wherever the row comes from: a prefix in the radix cache, a chunk, the first life of a request that
+was retracted. A tree's slots are put in order in that table, and what heads keep with them. Nothing
+leaves the device.
+
+*Heads that read pairs* (EAGLE-3, MTP, EAGLE-1) keep one vector x, to which the states are reduced,
+and their own keys and values. The pair of the token at position p (see `eagle3`) needs x of
+position p - 1, and its keys and values are in the slot of p. The first token is no pair: attention
+begins at position 1. When the head drafts, its own states stand in the slots of the tokens that the
+target has yet to read. The pass that verifies the drafts writes over them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.core import Ints, Outcome
+from outrider.drafters import ModelDrafter
+from outrider.drafters.heads import Head, HeadConfig
+from outrider.drafters.heads.drafter import StateReader
+from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.rows import to_device
+from outrider.hosts.sglang.sequences import DraftSequence, SlotSequences
+from outrider.hosts.sglang.slot_attention import PoolPass
+
+FEW_ROWS = 32
+"""Sequences with at most so many new rows are read side by side; one with more is a prompt."""
+
+
+def extended_rows(batch: Any) -> tuple[Ints, Ints]:
+    """Return which request each row of the host's prefill batch belongs to, and its position."""
+    prefixes, counts = getattr(batch, host().prefix_lens), getattr(batch, host().extend_lens)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    return owners, np.arange(len(owners)) - starts[owners] + np.asarray(prefixes)[owners]
+
+
+class SlotHead(ABC):
+    """A head that keeps what it knows of a token in the target's slot for it.
+
+    captured: the layers whose states a pass of the target tells, as Transformers counts them
+    weight_bytes, pool_bytes: what it takes on the device
+    """
+
+    def __init__(self, head: StateReader, runner: Any, captured: Sequence[int]) -> None:
+        config = head.config
+        self.name, self.vocab_size = head.name, config.vocab_size
+        self.max_length = int(runner.model_config.context_len)
+        self._reader, self._num_captured = head, len(captured)
+        self._columns = [captured.index(i) for i in head.hidden_layers]
+        self._table: Tensor = runner.req_to_token_pool.req_to_token
+        self._num_slots = runner.token_to_kv_pool_allocator.size + runner.page_size
+        shared = ("embed_tokens.weight", "lm_head.weight")[: 1 + (head.name != "eagle3")]
+        weights = [w for name, w in head.state_dict().items() if name not in shared]
+        self._dtype = next(w.dtype for w in weights if w.is_floating_point())
+        self.weight_bytes = sum(w.nbytes for w in weights)
+        self._fault: str | None = None
+
+    @staticmethod
+    @abstractmethod
+    def cell(config: HeadConfig) -> int:
+        """Return how many numbers a head of this shape keeps of a token."""
+
+    @property
+    @abstractmethod
+    def pool_bytes(self) -> int:
+        """What its slots take on the device."""
+
+    @abstractmethod
+    def drafter(self, vocab_size: int, **options: Any) -> ModelDrafter[Any]:
+        """Return a drafter with this head, for a target of this vocabulary."""
+
+    @abstractmethod
+    def prefill(self, batch: Any) -> None:
+        """Read the tokens of the host's prefill batch, whose states were told."""
+
+    @abstractmethod
+    def skip(self, batch: Any) -> None:
+        """Note that a prefill batch of the host's was not read."""
+
+    @abstractmethod
+    def run(self, batch: Any) -> Tensor:
+        """Read as many rows as the host's decode batch has, for nothing but the time it takes."""
+
+    @abstractmethod
+    def _keep(self, batch: Any, x: Tensor) -> None:
+        """Keep the reduced states of a batch's rows, [N, H], in their slots."""
+
+    @torch.inference_mode()
+    def tell(self, batch: Any, states: Tensor) -> None:
+        """Learn the target's states of a batch, as its workers take it.
+
+        states: [N, captured * H]
+        """
+        if not len(batch.out_cache_loc):
+            return
+        try:
+            each = states.unflatten(-1, (self._num_captured, -1))[:, self._columns]
+            self._keep(batch, self._reader.reduce(each))
+        except Exception as error:  # the target's step goes on; drafting learns of it when it asks
+            self._fault = f"the target's states were not read: {error!r}"
+
+    def _new_pool(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=self._table.device)
+
+    def _raise_fault(self) -> None:
+        """Raise if states could not be read since this was last asked."""
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            raise RuntimeError(fault)
+
+
+class SglangHead(SlotSequences, SlotHead):
+    """Runs a head that reads pairs over rows in the target's slots."""
+
+    max_unread = FEW_ROWS
+    max_catch_up = 2048
+
+    def __init__(self, head: Head, runner: Any, captured: Sequence[int]) -> None:
+        SlotHead.__init__(self, head, runner, captured)
+        SlotSequences.__init__(self)
+        self.head, config = head, head.config
+        self._x = self._new_pool(self._num_slots, config.hidden_size)
+        self._pool = self._new_pool(1, 2, self._num_slots, config.num_kv_heads, config.head_dim)
+
+    @staticmethod
+    def cell(config: HeadConfig) -> int:
+        """Return the numbers of x, a key and a value."""
+        return config.hidden_size + 2 * config.num_kv_heads * config.head_dim
+
+    @property
+    def pool_bytes(self) -> int:
+        """What its slots take on the device."""
+        return self._x.nbytes + self._pool.nbytes
+
+    def drafter(self, vocab_size: int, **options: Any) -> ModelDrafter[DraftSequence]:
+        """Return a drafter with this head."""
+        return SglangHeadDrafter(self, vocab_size, **options)
+
+    def _keep(self, batch: Any, x: Tensor) -> None:
+        self._x[batch.out_cache_loc] = x
+
+    @torch.inference_mode()
+    def prefill(self, batch: Any) -> None:
+        """Read the tokens of the host's prefill batch, whose states were told."""
+        owners, positions = extended_rows(batch)
+        rows = np.flatnonzero(positions > 0)
+        if len(rows):
+            row, owner = to_device(np.stack([rows, owners[rows]]), self._table.device)
+            lines = batch.req_pool_indices[owner]
+            self._read(batch.input_ids[row], lines, positions[rows], owners[rows])
+        self.note_prefill(batch, is_read=True)
+
+    @torch.inference_mode()
+    def extend(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> Tensor:
+        """Read tokens. Return the logits after the last one of each sequence, [B, V]."""
+        self._raise_fault()
+        states, slots, owners = self._append(segments)
+        ends = to_device(
+            np.searchsorted(owners, np.arange(len(segments)), "right") - 1, slots.device
+        )
+        last = states[ends]
+        self._x[slots[ends]] = last  # drafting goes on from them; the target has none for these
+        return self.head.logits(last)
+
+    @torch.inference_mode()
+    def catch_up(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> None:
+        """Read tokens."""
+        self._append(segments)
+
+    def run(self, batch: Any) -> Tensor:
+        """Read the rows of the host's decode batch, for nothing but the time it takes."""
+        positions = batch.seq_lens_cpu.numpy() - 1
+        owners = np.arange(len(positions))
+        states, _ = self._read(batch.input_ids, batch.req_pool_indices, positions, owners)
+        return self.head.logits(states)
+
+    def _append(
+        self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]
+    ) -> tuple[Tensor, Tensor, Ints]:
+        """Read tokens. Return their rows' states and slots, and which sequence each belongs to."""
+        tokens: list[int] = []
+        lines: list[int] = []
+        positions: list[int] = []
+        owners: list[int] = []
+        for owner, (sequence, new) in enumerate(segments):
+            first = max(1, sequence.length)  # the first token is no pair
+            new = new[first - sequence.length :]
+            tokens += new
+            positions += range(first, first + len(new))
+            lines += [sequence.req_pool_idx] * len(new)
+            owners += [owner] * len(new)
+        token, line = to_device(np.array([tokens, lines]), self._table.device)
+        states, slots = self._read(token, line, np.array(positions), np.array(owners))
+        for sequence, new in segments:
+            sequence.length += len(new)
+        return states, slots, np.array(owners)
+
+    def _read(
+        self, tokens: Tensor, lines: Tensor, positions: Ints, owners: Ints
+    ) -> tuple[Tensor, Tensor]:
+        """Read pairs. Return the states that follow and their slots, [N, H] and [N].
+
+        tokens, lines: [N] on the device; lines of the host's table
+        positions, owners: [N] on the host; rows of one owner stand beside each other, in order
+        """
+        position = to_device(positions, self._table.device)
+        slots, before = self._table[lines, position].long(), self._table[lines, position - 1].long()
+        firsts = np.flatnonzero(np.diff(owners, prepend=-1))
+        counts = np.diff(firsts, append=len(owners))
+        attend = PoolPass(
+            self._pool,
+            slots,
+            lines,
+            lens=position,  # positions 1 to p are p keys
+            table=self._table[:, 1:],
+            counts=counts,
+            ends=positions[firsts] + counts - 1,
+            is_prompt=int(counts.max()) > FEW_ROWS,
+        )
+        return self.head(tokens, self._x[before], position, attend), slots
+
+
+class SglangHeadDrafter(ModelDrafter[DraftSequence]):
+    """Drafts with a head whose states are in the target's slots."""
+
+    def __init__(
+        self, model: SglangHead, vocab_size: int, min_survival: float = 0.3, siblings: int = 0
+    ) -> None:
+        super().__init__(model, vocab_size, min_survival, siblings)
+        self.name = model.name
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Forget the drafts, right or not: they are read again with the target's states."""
+        for outcome in outcomes:
+            sequence = self._states[outcome.request.id].sequence
+            self._model.truncate(sequence, outcome.request.length)
