@@ -1,7 +1,7 @@
 """A head for a real model on narrow text: Python's standard library.
 
-    python scripts/train_head.py SMOLLM2 --out build/head --draft-vocab 8192 --batch 4 \
-        --length 128 --rate 1e-3 --steps 600 --save-at 20 60 150 300 600 \
+    python scripts/train_head.py SMOLLM2 --out build/head --draft-vocab 8192 --fc-norm \
+        --batch 4 --length 128 --rate 1e-3 --steps 300 --save-at 10 30 75 150 300 \
         --text $(python benchmarks/heads_domain.py --texts)
     python benchmarks/heads_domain.py build/head
     python benchmarks/heads_domain.py --report   # the table, the goals and the plot of the last run

@@ -63,10 +63,10 @@ def progress(args: argparse.Namespace, losses: list[float], points: int = 40) ->
     for part in parts:
         done += len(part)
         curve.append({"tokens": done * tokens, "loss": round(sum(part) / len(part), 4)})
-    options = ("kind", "steps", "batch", "length", "rate", "seed", "draft_vocab", "intermediate")
+    names = "kind steps batch length rate seed draft_vocab fc_norm intermediate"
     return {
         "model": args.model.name,
-        **{name: getattr(args, name) for name in options},
+        **{name: getattr(args, name) for name in names.split()},
         "done": len(losses),
         "tokens": len(losses) * tokens,
         "curve": curve,
@@ -122,13 +122,15 @@ def configs(
     if isinstance(head, Eagle3Head):
         nested = {"use_aux_hidden_state": True,
                   "eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids]}  # fmt: skip
-        vocabulary = {"draft_vocab_size": head.config.draft_vocab_size}
+        own: dict[str, Any] = {"draft_vocab_size": head.config.draft_vocab_size}
+        if head.norms.fc_norm:
+            own["fc_norm"] = True
         sglang |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "eagle_config": nested,
-            **vocabulary,
+            **own,
         }
-        speculators |= {"architectures": ["Eagle3Speculator"], **vocabulary,
+        speculators |= {"architectures": ["Eagle3Speculator"], **own,
                         "eagle_aux_hidden_state_layer_ids": ids}  # fmt: skip
     elif isinstance(head, DFlashHead):
         block, mask = head.block.size, head.block.mask_token_id

@@ -26,10 +26,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from outrider.drafters.heads import Block, DFlashHead, Eagle3Head, HeadConfig, MTPHead
+from outrider.drafters.heads import (
+    Block,
+    DFlashHead,
+    Eagle3Head,
+    Eagle3Norms,
+    HeadConfig,
+    MTPHead,
+)
 
 STRIDE = 16
 """So many tokens lie between the beginnings of two pieces of text."""
+
+WARM_UP = 0.05
+"""The share of the steps in which the learning rate rises."""
 
 SAVE_EVERY = 60.0
 """Seconds of training that are lost at most if it is interrupted."""
@@ -53,6 +63,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draft-vocab", type=int, metavar="N",
                         help="draft the N most frequent tokens only (eagle3)")  # fmt: skip
+    parser.add_argument("--fc-norm", action="store_true",
+                        help="normalise the target's states first: EAGLE-3.1 (eagle3)")  # fmt: skip
     parser.add_argument("--intermediate", type=int, help="width of the MLP; the target's if unset")
     parser.add_argument("--layers", type=int, default=1, help="of the head (dflash)")
     parser.add_argument("--block", type=int, default=8, help="tokens of a block (dflash)")
@@ -106,6 +118,8 @@ def problem_with(args: argparse.Namespace) -> str | None:
             return f"no text at {file}"
     if args.draft_vocab is not None and (args.kind != "eagle3" or args.draft_vocab < 1):
         return "--draft-vocab is for --kind eagle3, and at least 1"
+    if args.fc_norm and args.kind != "eagle3":
+        return "--fc-norm is for --kind eagle3"
     if args.block < 2 or args.length < 2 * args.block + UNROLLED:
         return f"--block must be at least 2, and --length at least {2 * args.block + UNROLLED}"
     if args.layers != 1 and args.kind != "dflash":
@@ -127,7 +141,7 @@ def train(
         # a resumed run draws the same pieces as one that was not interrupted
         torch.manual_seed(args.seed * 1_000_003 + step)
         for group in optimizer.param_groups:
-            group["lr"] = args.rate * 0.5 * (1 + math.cos(math.pi * step / args.steps))
+            group["lr"] = rate(step, args)
         loss = loss_of(head, target, tokens[torch.randint(len(tokens), (args.batch,))])
         optimizer.zero_grad()
         loss.backward()
@@ -143,6 +157,13 @@ def train(
             print(f"step {step + 1}: loss {loss.item():.3f}, {speed:.0f} tokens/s")
             sys.stdout.flush()
     return losses
+
+
+def rate(step: int, args: argparse.Namespace) -> float:
+    """Return the learning rate of a step: it rises for a twentieth of the steps, then falls."""
+    risen = min(1.0, (step + 1) / (args.steps * WARM_UP))
+    fallen: float = 0.5 * (1 + math.cos(math.pi * step / args.steps))
+    return args.rate * risen * fallen
 
 
 def keep(head: AnyHead, optimizer: torch.optim.Optimizer, losses: list[float], state: Path) -> None:
@@ -207,7 +228,8 @@ def new_head(target: PreTrainedModel, tokens: Tensor, args: argparse.Namespace) 
         block = Block(args.block, config.vocab_size - 1 if mask is None else mask)
         head = DFlashHead(size, read_layers(layers), block)
     else:
-        head = Eagle3Head(size, read_layers(layers), config.hidden_size)
+        norms = Eagle3Norms(fc_norm=args.fc_norm)
+        head = Eagle3Head(size, read_layers(layers), config.hidden_size, norms)
     head.embed_tokens.weight = target.get_input_embeddings().weight
     output = target.get_output_embeddings().weight
     if not isinstance(head, Eagle3Head):  # which is the only one with its own

@@ -48,9 +48,10 @@ def shared():
     return load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
-def test_what_it_writes_is_a_head(kind, train, shared):
-    out = train("--kind", kind)
+@pytest.mark.parametrize("options", ["eagle3", "eagle3 --fc-norm", "mtp", "dflash"])
+def test_what_it_writes_is_a_head(options, train, shared):
+    kind, *more = options.split()
+    out = train("--kind", kind, *more)
     folders = [out] if kind == "mtp" else [out, out / "speculators"]
     heads = [load_head(folder, shared, 4, lm_head=shared) for folder in folders]
     assert {kind_of(json.loads((f / "config.json").read_text())) for f in folders} == {kind}
@@ -58,6 +59,8 @@ def test_what_it_writes_is_a_head(kind, train, shared):
         assert other.hidden_layers == heads[0].hidden_layers
         for name, tensor in heads[0].state_dict().items():
             assert torch.equal(tensor, other.state_dict()[name]), name
+    if kind == "eagle3":
+        assert all(head.norms.fc_norm == bool(more) for head in heads)
     assert "head" in (out / "README.md").read_text()
     if importlib.util.find_spec("matplotlib"):
         assert (out / "loss.svg").read_text().startswith("<?xml")
@@ -111,6 +114,7 @@ def test_a_draft_vocabulary_is_the_most_frequent_tokens(train, shared):
         (["--text", "missing.txt"], "no text at missing.txt"),
         (["--length", "2000"], "fewer than 2000 tokens"),
         (["--kind", "mtp", "--draft-vocab", "9"], "--draft-vocab is for --kind eagle3"),
+        (["--kind", "mtp", "--fc-norm"], "--fc-norm is for --kind eagle3"),
         (["--layers", "2"], "--layers is for --kind dflash"),
         (["--kind", "dflash", "--block", "1"], "--block must be at least 2"),
     ],
