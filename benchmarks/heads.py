@@ -1,14 +1,15 @@
 """How many tokens a step heads give, beside lookups and a draft model, on texts they never saw.
 
     python benchmarks/heads.py            # 8 minutes on two cores; needs no download
+    python benchmarks/heads.py --curve    # the learning curve alone, 4 minutes
     python benchmarks/heads.py --report   # the table, the goals and the plot of the last run
 
 The target is the tiny one in the package, which writes stories from a grammar. Prompts are openings
 of stories of another seed than all training. All answers are compared with plain decoding's. How
 fast a drafter is says nothing at this size; how many of its drafts are accepted does.
 
-The learning curve is that of one more EAGLE-3 head: `scripts/train_head.py` trains it here, and its
-checkpoints draft for the same stories.
+The learning curve is that of one more EAGLE-3 head: `scripts/train_head.py` trains it here on other
+stories, and its checkpoints draft for some of the prompts.
 """
 
 from __future__ import annotations
@@ -44,16 +45,22 @@ TINY = Path(str(files("outrider"))) / "assets" / "tiny"
 SEED, STORIES, OPENING, TOKENS, DRAFTS = 20_261_117, 96, 24, 120, 6
 SAMPLING = {"greedy": {}, "T = 0.7": {"temperature": 0.7, "seed": 1}}
 HEADS = {"eagle3": "head", "mtp": "mtp", "dflash": "dflash"}
-CURVE = (20, 50, 125, 300, 800, 2000)
+CURVE = (20, 50, 125, 300, 700, 1500)
 """Steps of training after which the head is tried."""
+
+LESSONS, TRIED = 1500, 32
+"""Stories to train on for the learning curve, and stories to try the head on."""
 
 
 def main() -> None:
     """Measure and report, or only report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--curve", action="store_true", help="measure the learning curve alone")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    result = json.loads(RESULT.read_text()) if args.report else measure()
+    result = json.loads(RESULT.read_text()) if args.report or args.curve else measure()
+    if not args.report:
+        result["learning_curve"] = learning_curve()
     result["goals"] = goals(result)
     write("heads", result, RESULT)
     show(result)
@@ -74,7 +81,7 @@ def measure() -> dict[str, Any]:
             runs.append({"drafter": name, "sampling": kind, **found})
     return {
         **{"provenance": made, "stories": STORIES, "prompt_tokens": OPENING, "tokens": TOKENS},
-        **{"max_drafts": DRAFTS, "runs": runs, "learning_curve": learning_curve(target, stories)},
+        **{"max_drafts": DRAFTS, "runs": runs},
     }
 
 
@@ -123,15 +130,18 @@ def drafted(
     }
 
 
-def learning_curve(target: Any, stories: list[list[int]]) -> dict[str, Any]:
+def learning_curve() -> dict[str, Any]:
     """Train an EAGLE-3 head, and return what it is worth after so many tokens of training."""
-    asked = {"max_tokens": TOKENS}
+    made, asked, stories = provenance(), {"max_tokens": TOKENS}, openings(TRIED)
+    target = load(str(TINY / "target"), "float32")
     plain = outrider.generate(target, stories, drafter=None, sampling=asked).outputs
     points = []
     with tempfile.TemporaryDirectory() as folder:
+        lessons, rng = Path(folder) / "stories.txt", random.Random(SEED + 1)
+        lessons.write_text("\n".join(write_story(rng) for _ in range(LESSONS)))
         options = ["--steps", str(CURVE[-1]), "--save-at", *map(str, CURVE)]
         command = [str(SCRIPTS / "train_head.py"), str(TINY / "target"), "--out", folder, *options]
-        subprocess.run([sys.executable, *command], check=True)
+        subprocess.run([sys.executable, *command, "--text", str(lessons)], check=True)
         for step in track(CURVE, "learning curve"):
             head = Path(folder) / f"step-{step}"
             told = json.loads((head / "training.json").read_text())
@@ -139,7 +149,11 @@ def learning_curve(target: Any, stories: list[list[int]]) -> dict[str, Any]:
             found["loss"] = told["curve"][-1]["loss"]
             points.append({"steps": step, "trained_tokens": told["tokens"], **found})
     shown = ["train_head.py", "src/outrider/assets/tiny/target", "--out", "HEAD", *options]
-    return {"command": " ".join(shown), "sampling": "greedy", "points": points}
+    return {
+        **{"provenance": made, "command": " ".join([*shown, "--text", lessons.name])},
+        **{"stories": TRIED, "trained_on_stories": LESSONS, "sampling": "greedy"},
+        "points": points,
+    }
 
 
 def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
