@@ -1,7 +1,7 @@
 """A head for a real model on narrow text: Python's standard library.
 
     python scripts/train_head.py SMOLLM2 --out build/head --draft-vocab 8192 --fc-norm \
-        --batch 4 --length 128 --rate 1e-3 --steps 300 --save-at 10 30 75 150 300 \
+        --batch 4 --length 128 --rate 1e-3 --steps 150 --save-at 15 50 150 \
         --text $(python benchmarks/heads_domain.py --texts)
     python benchmarks/heads_domain.py build/head
     python benchmarks/heads_domain.py --report   # the table, the goals and the plot of the last run
@@ -29,7 +29,7 @@ import outrider
 from outrider.report import provenance
 
 RESULT = Path(__file__).parent / "results" / "heads_domain.json"
-PROMPTS, OPENING, TOKENS, DRAFTS = 24, 192, 64, 4
+PROMPTS, OPENING, TOKENS, DRAFTS = 16, 96, 48, 4
 SKIPPED = {"__pycache__", "encodings", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test",
            "tests", "turtledemo"}  # fmt: skip
 """Folders that have tests, tables, or code of others."""

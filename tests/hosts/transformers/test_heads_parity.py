@@ -56,3 +56,11 @@ def test_a_difference_is_reported(spoil, different, tmp_path, monkeypatch):
     assert [g["goal"] for g in result["goals"] if not g["met"]] == [
         "no token differs from plain decoding"
     ]
+
+
+def test_files_are_trained_on_or_held_out():
+    """`benchmarks/heads_domain.py` tries a head on files that it was not trained on."""
+    heads_domain = pytest.importorskip("heads_domain")
+    trained, held_out = (set(heads_domain.texts(held_out=x)) for x in (False, True))
+    assert not trained & held_out
+    assert len(trained) > 3 * len(held_out) > 3 * heads_domain.PROMPTS
