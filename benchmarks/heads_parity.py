@@ -1,6 +1,6 @@
 """The same tokens as plain decoding with heads of every kind, good and bad: 200,000 tokens.
 
-    python benchmarks/heads_parity.py            # 15 minutes on one core; needs no download
+    python benchmarks/heads_parity.py            # 10 minutes on one core; needs no download
     python benchmarks/heads_parity.py --report   # the table and the goals of the last run
 
 The target is the tiny one in the package, `exactness="bitwise"`. Heads are trained, random, or read

@@ -64,3 +64,13 @@ def test_files_are_trained_on_or_held_out():
     trained, held_out = (set(heads_domain.texts(held_out=x)) for x in (False, True))
     assert not trained & held_out
     assert len(trained) > 3 * len(held_out) > 3 * heads_domain.PROMPTS
+
+
+def test_what_was_compared_is_all_of_it():
+    """The committed result has every head and sampling, and meets its goals."""
+    result = json.loads(heads_parity.RESULT.read_text())
+    assert {(c["head"], c["siblings"], c["sampling"]) for c in result["cells"]} == set(
+        heads_parity.CELLS
+    )
+    assert not unmet(result)
+    assert "dirty" not in result["provenance"]["commit"]
