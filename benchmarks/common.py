@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,12 @@ def spread(values: list[float]) -> dict[str, float]:
     """Return the median and the extremes."""
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {name: round(value, 3) for name, value in found.items()}
+
+
+def different_tokens(outputs: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> int:
+    """Return in how many places answers differ; a place that only one of them has is different."""
+    pairs = zip(outputs, plain, strict=True)
+    return sum(x != y for a, b in pairs for x, y in zip_longest(a, b))
 
 
 def pyplot() -> Any:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import PROMPTS, chat_ids, load, model_path, write
+from common import PROMPTS, chat_ids, different_tokens, load, model_path, write
 from rich.progress import Progress
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "transformers"))
@@ -93,8 +93,7 @@ def main() -> None:
             chosen = list(range(len(prompts)))[:batch]
             started = time.perf_counter()
             done = generate(drafter, k, chosen, kind, exactness)
-            pairs = zip(done.outputs, (plain[kind][i] for i in chosen), strict=True)
-            different = sum(x != y for a, b in pairs for x, y in zip(a, b, strict=True))
+            different = different_tokens(done.outputs, [plain[kind][i] for i in chosen])
             cells.append(
                 {
                     "drafter": drafter,

@@ -369,7 +369,8 @@ def sentences() -> dict[str, list[str]]:
         method = row["method"].partition(" ")[2]
         if method in same_text:
             same_text[method] += int(row["same_tokens_as_transformers_plain"].partition("/")[0])
-    same_tokens = result("same_tokens")
+    same_tokens, heads_parity = result("same_tokens"), result("heads_parity")
+    curve = result("heads")["learning_curve"]["points"]
     edit, paced_edit = paced("edit", 1, "adaptive"), paced("edit", 1, "adaptive", NEW)
     best = {key: two(bare[key]["median"]) for key in bare}
     return {
@@ -424,6 +425,13 @@ def sentences() -> dict[str, list[str]]:
         "docs/kernels.md": [
             f"({two(static['gfx942', 'SGLang extend D64'])} against "
             f"{two(static['gfx942', 'prefill D64 rows64'])})",
+        ],
+        "docs/heads.md": [
+            f"compares {heads_parity['tokens_compared']:,} tokens with plain decoding's "
+            f'(`exactness="bitwise"`): {heads_parity["tokens_different"]} differ',
+            f"{two(curve[0]['tokens_per_step'])} tokens a step after "
+            f"{curve[0]['trained_tokens']:,} tokens of training, and "
+            f"{two(curve[-1]['tokens_per_step'])} after {curve[-1]['trained_tokens']:,}",
         ],
         "docs/paced.md": [
             f"up to {edit['times_overlap']['median']:.1f} times as fast (edits)",
