@@ -177,9 +177,6 @@ class BlockDrafter(ModelDrafter[S]):
 
     def _eager(
         self, requests: Sequence[Request], budget: Budget
-<<<<<<< HEAD
-    ) -> list[tuple[Request, DraftState[BlockSequence]]]:
-=======
     ) -> list[tuple[Request, DraftState[S]]]:
         """Return the requests that may and want to draft one more token of their block."""
         eager = super()._eager(requests, budget)
