@@ -164,11 +164,19 @@ def paced_by_batch_0_5_23() -> Iterator[Row]:
     return _paced_by_batch(("mixed", "edit", "code", "json", "chat", "prose"), "`adaptive`")
 
 
-def _paced_by_batch(kinds: tuple[str, ...], corner: str) -> Iterator[Row]:
+def paced_with_model_0_5_23() -> Iterator[Row]:
+    """The same with a draft model."""
+    kinds = ("mixed", "edit", "code", "json", "chat", "prose")
+    return _paced_by_batch(kinds, "with a draft model", "adaptive + model")
+
+
+def _paced_by_batch(
+    kinds: tuple[str, ...], corner: str, contender: str = "adaptive"
+) -> Iterator[Row]:
     sizes = [1, 4, 16, 64, 256]
     yield [corner, *by_batch_header(sizes)]
     for kind in kinds:
-        cells = (paced(kind, size, "adaptive", NEW) for size in sizes)
+        cells = (paced(kind, size, contender, NEW) for size in sizes)
         times = (c and two(c["times_overlap"]["median"]) for c in cells)
         yield [NAMES.get(kind, kind), *(value or "" for value in times)]
 
@@ -284,7 +292,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     make.__name__: make
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
-        paced_by_batch_0_5_23, paced_cells, paced_context, paced_parts, kernels_static,
+        paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts, kernels_static,
         compatibility, heads,
     )
 }  # fmt: skip
