@@ -292,8 +292,8 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     make.__name__: make
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
-        paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts, kernels_static,
-        compatibility, heads,
+        paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
+        kernels_static, compatibility, heads,
     )
 }  # fmt: skip
 
