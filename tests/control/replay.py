@@ -149,6 +149,8 @@ class RecordedModel:
 class Theatre:
     """B requests at a time, one after the other from a list of traces, and a clock."""
 
+    most, trees = MOST, True
+
     def __init__(self, traces, batch: int, warm: int = 0) -> None:
         self.waiting, self.batch = list(traces), batch
         self.warm = warm  # requests that have to be over before anything counts
@@ -179,6 +181,10 @@ class Theatre:
             self.on_stage.append(new[-1])
         return new
 
+    def propose(self, drafter, budget):
+        """Return what is verified in this step."""
+        return drafter.propose(self.on_stage, budget)
+
     @property
     def is_full(self) -> bool:
         return len(self.on_stage) == self.batch
@@ -187,10 +193,8 @@ class Theatre:
         """Return tokens a second, as long as the batch is full."""
         drafter.start(self.enter())
         while self.is_full:
-            budget = Budget(
-                tuple(min(MOST, len(r.left) - 1) for r in self.on_stage), "match", KeyedCoins()
-            )
-            proposal = drafter.propose(self.on_stage, budget)
+            most = tuple(min(self.most, len(r.left) - 1) for r in self.on_stage)
+            proposal = self.propose(drafter, Budget(most, "match", KeyedCoins(), self.trees))
             self.seconds += self.verify(proposal.num_rows)
             outcomes = []
             for request, draft in zip(self.on_stage, proposal.drafts(), strict=True):
@@ -219,10 +223,63 @@ class Theatre:
         return (self.tokens - tokens) / (self.seconds - seconds)
 
 
+class Overlapped(Theatre):
+    """The same on a device with a GPU's times, and a host that launches plain steps ahead.
+
+    Passes take what they do on the paced device (docs/paced.md), a step with drafts waits for the
+    host, and so does each pass of the draft model. How long was read from runs there.
+    """
+
+    most, trees = 24, False
+    max_unread, max_catch_up = 8, 512
+    looks_every = 16
+
+    def __init__(self, traces, batch: int, warm: int = 0) -> None:
+        super().__init__(traces, batch, warm)
+        self.verify = lambda rows: 5.9e-3 + 21e-6 * rows
+        self.draft = lambda rows: 2.8e-3 + 3.2e-6 * rows + 80e-6 * batch
+        self.wait = 1.0e-3 + 0.1e-3 * min(batch, 16) + 0.03e-3 * max(0, batch - 16)
+        self.queued, self.unlooked = 0.0, 0
+
+    def propose(self, drafter, budget):
+        """Return what is verified in this step. If control sleeps, it looks at it meanwhile."""
+        if not drafter.is_asleep:
+            self.seconds += self.wait / 3
+            proposal = drafter.propose(self.on_stage, budget)
+            self.seconds += self.wait * 2 / 3 + self.queued
+            self.queued = 0.0
+            drafter.meanwhile()
+            return proposal
+        drafter.meanwhile()
+        self.unlooked += 1
+        if self.unlooked * self.looks_every > self.batch:
+            self.unlooked = 0
+            drafter.look(self.on_stage, budget)
+        return Proposal.empty(self.batch)
+
+
+class OverlappedModel(RecordedModel):
+    """Must catch up with text that it did not read. Nobody waits for that but the next pass."""
+
+    def ready(self, request):
+        return self.unread(request) <= Overlapped.max_unread
+
+    def catch_up(self, requests):
+        left = Overlapped.max_catch_up
+        for request in requests:
+            read = min(left, request.length - 1 - self.read[request.id])
+            self.read[request.id] += read
+            left -= read
+        read = Overlapped.max_catch_up - left
+        self.theatre.queued += self.theatre.draft(read) if read else 0.0
+        return read
+
+
 def adaptive(theatre, **options):
     """The adaptive drafter, told first how long passes take, as a server does."""
+    model = OverlappedModel if isinstance(theatre, Overlapped) else RecordedModel
     drafter = adaptive_drafter(
-        RecordedModel(theatre, siblings=True, min_survival=0.0), clock=theatre.clock, **options
+        model(theatre, siblings=theatre.trees, min_survival=0.0), clock=theatre.clock, **options
     )
     for rows in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128):
         drafter.cost.observe(rows, 0, theatre.verify(rows))

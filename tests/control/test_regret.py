@@ -53,6 +53,30 @@ def test_a_policy_that_believes_anything_is_noticed(table, monkeypatch):
     assert of_oracle({cell: replay.speeds(*cell)})[cell] < 0.88
 
 
+def overlapped(kind, batch, launches_ahead=True):
+    """How fast control with a draft model is where plain steps are launched ahead, times plain."""
+    theatre = replay.Overlapped(replay.traces_of(kind, batch), batch, max(4, batch))
+    drafter = replay.adaptive(theatre)
+    drafter.cost.launches_ahead = launches_ahead
+    return theatre.play(drafter) / (batch / theatre.verify(batch))
+
+
+@pytest.mark.parametrize("batch", [1, 16, 64])
+@pytest.mark.parametrize("kind", ["chat", "prose"])
+def test_where_drafts_do_not_pay_control_is_plain_decoding(kind, batch):
+    assert overlapped(kind, batch) > 0.98
+
+
+def test_where_drafts_pay_control_uses_them():
+    assert overlapped("edit", 16) > 2.5
+    assert overlapped("json", 1) > 1.5  # the model's
+
+
+def test_control_that_takes_steps_that_wait_for_plain_ones_is_slower():
+    """The twin: it does not know that plain steps need not wait."""
+    assert overlapped("prose", 16, launches_ahead=False) < 0.93
+
+
 def test_replay_is_the_recorded_text():
     theatre = replay.Theatre(replay.traces_of("edit", 2), 2)
     players = []

@@ -157,7 +157,7 @@ class AdaptiveDrafter:
             self._learn_times(done.step)
         if self._model_choice is not None:
             plain = self.cost.plain(done.step.context, done.step.requests)
-            self._model_choice.account.observe(done.step, plain)
+            self._model_choice.learn(done.step, plain)
         if self._on_step is not None:
             self._on_step(done.step)
         for offer in done.offers:
@@ -269,7 +269,7 @@ class AdaptiveDrafter:
     def _learn_times(self, step: Step) -> None:
         given = step.rows, step.context, step.target_seconds, step.requests, step.padded
         self.cost.observe(*given, step.ahead)
-        if step.follows and not step.ahead:
+        if step.follows and not step.ahead and not step.draft_passes:
             self.cost.host.observe(step.requests, step.host_seconds)
         if step.ahead or not (step.speculated or self.cost.launches_ahead):
             self._since_plain[self.cost.verify.row_bucket(step.rows)] = 0

@@ -209,11 +209,23 @@ class ModelChoice:
         asked = replace(budget, max_drafts=most, min_gain=gain, chance=self._chance)
         started = self._clock()
         proposal = self._model.propose(requests, asked)
-        step.drafted = self._clock() - started
+        step.drafted, step.users = self._clock() - started, len(users)
         step.draft_passes = max(1, self._passes(proposal.max_depth))
-        if not step.caught_up:
-            self._cost.observe_drafting(step.draft_passes, len(users), step.unread, step.drafted)
         return proposal
+
+    def learn(self, step: Step, plain: float) -> None:
+        """Learn from a step: what drafting took, and what the model has saved or lost.
+
+        plain: seconds of a plain step of its requests
+        """
+        self.account.observe(step, plain)
+        if not step.draft_passes or step.caught_up:
+            return
+        seconds, host = step.drafted, self._cost.host
+        if step.follows and host.has_seen(step.requests):
+            # joining two offers and all else that a step without the model does not have
+            seconds += max(0.0, step.host_seconds - host.seconds(step.requests))
+        self._cost.observe_drafting(step.draft_passes, step.users, step.unread, seconds)
 
     def _least_gain(self, most: Ints, users: int, goodput: float, step: Step) -> float:
         """Return how many accepted drafts one more pass must promise, over all users.

@@ -23,6 +23,7 @@ class Step:
     context: tokens of all requests together
     rows: rows of the target's pass
     draft_passes: passes of the draft model
+    users: requests that the draft model drafted for
     unread: tokens that the first of these passes read
     caught_up: tokens that the draft model read for requests it did not draft for yet
     drafted: seconds of the draft model's passes
@@ -41,6 +42,7 @@ class Step:
     context: int
     rows: int = 0
     draft_passes: int = 0
+    users: int = 0
     unread: int = 0
     caught_up: int = 0
     drafted: float = 0.0
