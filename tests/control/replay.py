@@ -283,7 +283,7 @@ def adaptive(theatre, **options):
     )
     for rows in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128):
         drafter.cost.observe(rows, 0, theatre.verify(rows))
-        drafter.cost.draft.observe(rows, theatre.draft(rows))
+        drafter.models["model"].cost.passes.observe(rows, theatre.draft(rows))
     return drafter
 
 

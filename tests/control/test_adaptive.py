@@ -187,9 +187,9 @@ def test_requests_that_end_are_forgotten():
     drafter = AdaptiveDrafter({"free": Guesser("free", 0.9)}, model, clock=world.clock)
     drafter.start(world.requests)
     world.run(drafter, 5)
-    assert drafter._model_choice._idle
+    assert drafter.models["model"]._idle
     drafter.stop(world.requests)
-    assert not drafter._model_choice._idle
+    assert not drafter.models["model"]._idle
     assert not drafter.acceptance._rows
 
 
@@ -253,7 +253,7 @@ def test_a_model_catches_up_where_it_would_be_worth_it(chance, chunks):
     world = World(2, lambda rows: 0.1, 0.01 if chance else 0.2)
     model = Behind("model", chance, passes=world.draft_passes)
     drafter = AdaptiveDrafter({"free": Guesser("free", 0.1)}, model, clock=world.clock)
-    drafter.cost.draft.observe(2, world.draft)
+    drafter.models["model"].cost.passes.observe(2, world.draft)
     world.run(drafter, 40)
     assert model.chunks == chunks
     assert (1 in model.asked_for) == (chunks == 0)
@@ -269,7 +269,7 @@ def test_the_time_of_catching_up_is_not_taken_for_that_of_other_passes():
     world = World(2, verify, 0.01)
     model = Behind("model", 0.9, passes=world.draft_passes, chunks=10)
     drafter = AdaptiveDrafter({"free": Guesser("free", 0.6)}, model, clock=world.clock)
-    drafter.cost.draft.observe(2, world.draft)
+    drafter.models["model"].cost.passes.observe(2, world.draft)
     world.run(drafter, 40)
     assert model.chunks == 0
     assert drafter.cost.verify.seconds(2) < 0.12
@@ -415,6 +415,36 @@ def test_asleep_a_model_that_is_no_use_is_tried_seldom():
     asked = model.asked
     assert world.run(drafter, 1000) >= (1 - 2 * SHARE) * 4 / 0.1
     assert model.asked - asked > 0
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_of_several_models_the_one_that_pays_is_called(batch):
+    """And another one when it has become better. Neither is forgotten."""
+    world = World(batch)
+    one, other = (
+        Guesser(name, chance, passes=world.draft_passes)
+        for name, chance in (("one", 0.9), ("other", 0.3))
+    )
+    drafter = AdaptiveDrafter({"free": Guesser("free", 0.0)}, [one, other], clock=world.clock)
+    alone = World(batch)
+    single = Guesser("one", 0.9, passes=alone.draft_passes)
+    only = AdaptiveDrafter({"free": Guesser("free", 0.0)}, single, clock=alone.clock)
+    for drafters in ((world, drafter), (alone, only)):
+        drafters[0].run(drafters[1], 100)
+    assert world.run(drafter, 400) > 0.93 * alone.run(only, 400)
+    one.chance, other.chance = 0.1, 0.9
+    world.run(drafter, 300)
+    before = one.asked, other.asked
+    world.run(drafter, 200)
+    assert other.asked - before[1] > 3 * (one.asked - before[0])
+
+
+def test_models_of_the_same_name_are_refused():
+    model = Guesser("model", 0.5)
+    with pytest.raises(ValueError, match="different names"):
+        AdaptiveDrafter({}, [model, model])
+    with pytest.raises(ValueError, match="different names"):
+        AdaptiveDrafter({"model": model}, model)
 
 
 @pytest.mark.parametrize("asleep", [True, False])

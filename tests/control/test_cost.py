@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from outrider.control.cost import StepCost
+from outrider.control.cost import DraftCost, StepCost
 from outrider.control.curve import ROW_BUCKETS, Curve
 
 
@@ -68,12 +68,12 @@ def test_what_falls_is_pooled():
 
 
 def test_a_step_is_made_of_its_parts():
-    cost = StepCost()
+    cost, draft = StepCost(), DraftCost()
     for _ in range(10_000):
         cost.observe(8, 1000, 0.3)
-        cost.draft.observe(2, 0.05)
+        draft.passes.observe(2, 0.05)
     assert cost.table(8, 0, 8)[-1] == pytest.approx(0.3, rel=0.01)
-    assert cost.drafting(3, 2, 2) == pytest.approx(0.15, rel=0.01)
+    assert draft.seconds(3, 2, 2) == pytest.approx(0.15, rel=0.01)
 
 
 def test_context_is_told_from_rows():
@@ -117,14 +117,14 @@ def test_what_was_seen_once_is_assumed_to_be_better():
 
 def test_the_first_pass_of_a_draft_model_reads_what_is_new():
     """Its time is told from the others', though only the sum is seen."""
-    cost, rng = StepCost(), random.Random(3)
+    cost, rng = DraftCost(), random.Random(3)
     for _ in range(200):
         passes, unread = rng.randrange(1, 6), rng.choice((4, 64))
         seconds = (0.3 if unread == 64 else 0.05) + (passes - 1) * 0.05
-        cost.observe_drafting(passes, 4, unread, seconds)
-    assert cost.drafting(1, 4, 64) == pytest.approx(0.3, rel=0.1)
-    assert cost.drafting(5, 4, 4) == pytest.approx(0.25, rel=0.1)
-    assert cost.drafting(5, 4, 64) == pytest.approx(0.5, rel=0.1)
+        cost.observe(passes, 4, unread, seconds)
+    assert cost.seconds(1, 4, 64) == pytest.approx(0.3, rel=0.1)
+    assert cost.seconds(5, 4, 4) == pytest.approx(0.25, rel=0.1)
+    assert cost.seconds(5, 4, 64) == pytest.approx(0.5, rel=0.1)
 
 
 def test_a_slow_spell_is_not_a_long_context():

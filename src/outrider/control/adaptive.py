@@ -4,8 +4,9 @@ The order of a step:
 
 1. *Free drafters* (the suffix lookup) propose. This takes microseconds. Calibrated acceptance says
    how likely each of their drafts is to be accepted.
-2. *The draft model* is considered for the requests that the free drafters serve worse: the tokens
-   that it is expected to add, against the measured time of its passes (`model_choice`).
+2. *A draft model or head* is considered for the requests that the free drafters serve worse: the
+   tokens that it is expected to add, against the measured time of its passes (`model_choice`). Of
+   several, the one that promises most is called.
 3. *The offers are joined* into one tree per request, or one chain if the host cannot verify trees
    (`plan`).
 4. *The drafts with the highest goodput are verified*: tokens per second, by measured times
@@ -45,6 +46,7 @@ from outrider.control.slowdown import SlowdownGuard
 from outrider.control.step import Done, Proposed, Step, TraceFile
 from outrider.core import Budget, Drafter, Floats, Ints, Outcome, Outcomes, Proposal, Request
 from outrider.drafters import SuffixDrafter
+from outrider.drafters.states import SharedStates
 
 MARGIN = 0.05
 """Share by which drafting must beat plain decoding, and a step with the model one without."""
@@ -58,13 +60,14 @@ class AdaptiveDrafter:
     """Chooses, for each request and step, who drafts and how much is verified.
 
     free: drafters that cost next to nothing, by name
-    model: a drafter that costs passes, or None
+    model: a drafter that costs passes, several of them with different names, or None
     margin: share by which a plan must beat a simpler one
     clock: returns seconds, from any origin
     row_buckets: sizes of the host's captured graphs, if it has any
     on_step: called with each step that is over
+    models: what is known about each of the drafters that cost passes, by name
     padded: whether the last proposal should be verified by a padded pass: see `StepCost`
-    hidden_layers: what the model reads of the target, if it is a head
+    hidden_layers: what the models read of the target, if they are heads
     is_asleep: whether drafts gain less than the wait for them costs. A host that launches ahead
         (`cost.launches_ahead`) then launches plain steps, and calls `look` while the device works
     """
@@ -74,7 +77,7 @@ class AdaptiveDrafter:
     def __init__(
         self,
         free: Mapping[str, Drafter],
-        model: PassingDrafter | None = None,
+        model: PassingDrafter | Sequence[PassingDrafter] | None = None,
         margin: float = MARGIN,
         clock: Callable[[], float] = time.perf_counter,
         row_buckets: Sequence[int] = ROW_BUCKETS,
@@ -87,11 +90,16 @@ class AdaptiveDrafter:
         self._on_step = on_step
         for name in self._free:
             self.acceptance.add(name)
-        self.hidden_layers: tuple[int, ...] = tuple(getattr(model, "hidden_layers", ()))
-        self._model_choice: ModelChoice | None = None
-        if model is not None:
-            self._model_choice = ModelChoice(model, self.acceptance, self.cost, margin, clock)
-        self._drafters: list[Drafter] = [*self._free.values(), *([model] if model else [])]
+        passing = _several(model)
+        self.models = {
+            drafter.name: ModelChoice(drafter, self.acceptance, self.cost, margin, clock)
+            for drafter in passing
+        }
+        if len(self.models) < len(passing) or self.models.keys() & self._free.keys():
+            raise ValueError(f"drafters need different names: {[d.name for d in passing]}")
+        self._drafters: dict[str, Drafter] = self._free | {model.name: model for model in passing}
+        self._states = SharedStates(self._drafters)
+        self.hidden_layers = self._states.layers
         self._since_plain: Counter[int] = Counter()  # steps since a plain one, by row bucket
         # the step that is under way, the one before it, and the one that is not learned from yet
         self._step: Step | None = None
@@ -105,18 +113,18 @@ class AdaptiveDrafter:
         """Introduce the requests to every drafter."""
         if requests:
             self._observed = None  # their prompts were read
-        for drafter in self._drafters:
+        for drafter in self._drafters.values():
             drafter.start(requests)
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Forget the requests, here and in every drafter."""
         self.meanwhile()
-        for drafter in self._drafters:
+        for drafter in self._drafters.values():
             drafter.stop(requests)
         for request in requests:
             self.acceptance.forget(request.id)
-            if self._model_choice is not None:
-                self._model_choice.forget(request)
+            for model in self.models.values():
+                model.forget(request)
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Return the drafts that are expected to emit the most tokens per second."""
@@ -144,8 +152,8 @@ class AdaptiveDrafter:
             self._done = Done(step, self._offers, self._rows, done)
             if self._on_step is not None:
                 step.drafters = Counter(name for name in self._last.names() if name)
-        for drafter in self._drafters:
-            drafter.observe(done)
+        for name, drafter in self._drafters.items():
+            drafter.observe(self._states.of(name, done))
 
     def meanwhile(self) -> None:
         """Learn from the last step: its time, and which drafts were right, used or not."""
@@ -155,9 +163,9 @@ class AdaptiveDrafter:
         # passes that catch up are queued before the target's: such a step's time is not its own
         if not done.step.caught_up:
             self._learn_times(done.step)
-        if self._model_choice is not None:
-            plain = self.cost.plain(done.step.context, done.step.requests)
-            self._model_choice.learn(done.step, plain)
+        plain = self.cost.plain(done.step.context, done.step.requests)
+        for model in self.models.values():
+            model.learn(done.step, plain)
         if self._on_step is not None:
             self._on_step(done.step)
         for offer in done.offers:
@@ -184,8 +192,9 @@ class AdaptiveDrafter:
         later = plan.survival[plan.tree.depths > 1]
         plain = batch / float(now.seconds[batch])
         should_wake = best_goodput(later, batch, now.seconds) > (1 + self._margin) * plain
-        if not should_wake and self._model_choice is not None:
-            should_wake = self._model_choice.should_wake(now)
+        for model in self.models.values():
+            model.estimate(now)
+            should_wake = should_wake or model.should_wake(now)
         self.is_asleep = not should_wake
 
     def used(self, request: Request) -> str:
@@ -245,19 +254,32 @@ class AdaptiveDrafter:
         now = self._situation(requests, budget, plan, step)
         best = choose(plan.tree, plan.survival, now.seconds, self._margin)
         goodput, users = best.goodput, NO_INDICES
-        if self._model_choice is not None:
-            goodput, users = self._model_choice.users(now, goodput, step)
+        model = self._promising(now, goodput)
+        if model is not None:
+            goodput, users = model.users(now, goodput, step)
         if self._must_check_plain(goodput, batch, now.seconds):
             return plan, NO_INDICES
         self.is_asleep = self.is_asleep and not len(best.nodes) and not len(users)
-        if self._model_choice is not None and len(users):
-            drafts = self._model_choice.draft(now, users, goodput, step)
+        if model is not None and len(users):
+            drafts = model.draft(now, users, goodput, step)
             # the model's offer goes first: a draft that others propose too is counted as its own
-            self._offers.insert(0, self._offer(self._model_choice.name, drafts))
+            self._offers.insert(0, self._offer(model.name, drafts))
             plan = join(self._offers, budget)
             # the model has run, but its time is part of the step
             best = choose(plan.tree, plan.survival, now.seconds + step.drafted)
         return plan, best.nodes
+
+    def _promising(self, now: Situation, without: float) -> ModelChoice | None:
+        """Return the draft model that may bring the most, if there is any.
+
+        without: goodput without one
+        """
+        models = list(self.models.values())
+        for model in models:
+            model.estimate(now)
+        if len(models) < 2:
+            return models[0] if models else None
+        return max(models, key=lambda model: model.bid(now, without))  # of equals the first
 
     def _must_check_plain(self, goodput: float, batch: int, seconds: Floats) -> bool:
         """Say whether the step should be plain, to measure plain decoding again."""
@@ -277,10 +299,18 @@ class AdaptiveDrafter:
         self.slowdown_guard.observe(step.speculated, step.seconds, step.tokens * plain)
 
 
+def _several(model: PassingDrafter | Sequence[PassingDrafter] | None) -> list[PassingDrafter]:
+    if model is None:
+        return []
+    return list(model) if isinstance(model, Sequence) else [model]
+
+
 def adaptive_drafter(
-    model: PassingDrafter | None = None, trace: str | Path | None = None, **options: Any
+    model: PassingDrafter | Sequence[PassingDrafter] | None = None,
+    trace: str | Path | None = None,
+    **options: Any,
 ) -> AdaptiveDrafter:
-    """Return an adaptive drafter over the suffix lookup and, if given, a draft model.
+    """Return an adaptive drafter over the suffix lookup and, if given, draft models and heads.
 
     The suffix lookup has no thresholds of its own here. Control learns which drafts to verify.
 

@@ -64,8 +64,35 @@ class Slope:
         self.value = max(0.0, self._product / (self._square + FEW_TOKENS))
 
 
+class DraftCost:
+    """The time of a draft model's passes.
+
+    passes: a pass by the tokens that it reads
+    """
+
+    def __init__(self, row_buckets: Sequence[int] = ROW_BUCKETS) -> None:
+        self.passes = Curve(row_buckets)
+
+    def observe(self, passes: int, requests: int, unread: int, seconds: float) -> None:
+        """Learn from passes, one after the other. The first one read the unread tokens."""
+        first, more = self.passes.seconds(unread), self.passes.seconds(requests)
+        expected = first + (passes - 1) * more
+        share = seconds / expected if expected else 0.0
+        self.passes.observe(unread, first * share or seconds / passes)
+        if passes > 1:
+            self.passes.observe(requests, more * share or seconds / passes)
+
+    def seconds(self, passes: int, requests: int, unread: int) -> float:
+        """Return the expected time of so many passes, one after the other.
+
+        requests: number of requests that the model drafts for
+        unread: tokens of these requests that it has not read yet, the last ones included
+        """
+        return self.passes.seconds(unread) + (passes - 1) * self.passes.seconds(requests)
+
+
 class StepCost:
-    """The time of a step: one pass of the target, and the passes of a draft model.
+    """The time of a step without drafting.
 
     verify: a pass of the target by rows, from its proposal to its outcome, without the time to read
         the cache
@@ -73,14 +100,14 @@ class StepCost:
     ahead: a plain step that was launched ahead, from outcome to outcome, likewise
     launches_ahead: whether the host launches plain steps ahead
     slope: seconds per cached token that a pass reads
-    draft: a pass of the draft model by the tokens that it reads
+    row_buckets: of `verify`
     reads_each_row: whether a request's cache is read once for each of its rows
     width: rows per request in a padded pass; 0 if the host has no such pass
     padded: a padded pass by all of its rows, without the time to read the cache
     """
 
     def __init__(self, row_buckets: Sequence[int] = ROW_BUCKETS) -> None:
-        self.verify, self.draft, self.slope = Curve(row_buckets), Curve(row_buckets), Slope()
+        self.verify, self.slope, self.row_buckets = Curve(row_buckets), Slope(), row_buckets
         self.reads_each_row, self.width, self.padded = False, 0, Curve()
         self.host, self.ahead, self.launches_ahead = Curve(), Curve(), False
 
@@ -107,15 +134,6 @@ class StepCost:
         else:
             self.slope.observe((ahead, curve.row_bucket(rows)), read, seconds)
         curve.observe(rows, max(0.1 * seconds, seconds - self.slope.value * read))
-
-    def observe_drafting(self, passes: int, requests: int, unread: int, seconds: float) -> None:
-        """Learn from passes of the draft model. The first one read the unread tokens."""
-        first, more = self.draft.seconds(unread), self.draft.seconds(requests)
-        expected = first + (passes - 1) * more
-        share = seconds / expected if expected else 0.0
-        self.draft.observe(unread, first * share or seconds / passes)
-        if passes > 1:
-            self.draft.observe(requests, more * share or seconds / passes)
 
     def table(self, rows: int, context: int, requests: int) -> NDArray[np.float64]:
         """Return the expected time of a step of 0, 1, ... up to so many rows, without drafting.
@@ -159,14 +177,6 @@ class StepCost:
             return False
         usual = self.verify.seconds(rows) + self.slope.value * self._read(rows, context, requests)
         return self._padded(context, requests) < usual
-
-    def drafting(self, passes: int, requests: int, unread: int) -> float:
-        """Return the expected time of so many passes of the draft model, one after the other.
-
-        requests: number of requests that it drafts for
-        unread: tokens of these requests that it has not read yet, the last ones included
-        """
-        return self.draft.seconds(unread) + (passes - 1) * self.draft.seconds(requests)
 
     def _read(self, rows: int, context: int, requests: int) -> int:
         """Return how many cached tokens a pass reads if drafts are spread evenly."""

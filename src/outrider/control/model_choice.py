@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from outrider.control.acceptance import Acceptance
-from outrider.control.cost import StepCost
+from outrider.control.cost import DraftCost, StepCost
 from outrider.control.plan import Plan
 from outrider.control.policy import NO_INDICES, best_goodput
 from outrider.control.step import Step
@@ -109,9 +109,13 @@ class Account:
         """Whether the model may be called though it is not expected to pay."""
         return self.balance > CREDIT - FOR_TRIES
 
-    def observe(self, step: Step, plain: float) -> None:
-        """Pay a step in. plain: seconds of a plain step of its requests"""
-        saved = step.tokens / step.without - step.seconds if step.without else 0.0
+    def observe(self, step: Step, plain: float, is_mine: bool = True) -> None:
+        """Pay a step in.
+
+        plain: seconds of a plain step of its requests
+        is_mine: whether the model had a part in it
+        """
+        saved = step.tokens / step.without - step.seconds if is_mine and step.without else 0.0
         paid = (SHARE * step.seconds + saved) / plain if plain else 0.0
         self.balance = min(self.balance + paid, CREDIT)
         self._plain = RECENT * self._plain + step.tokens / step.requests * plain
@@ -122,6 +126,7 @@ class ModelChoice:
     """Decides when to call the draft model, and calls it.
 
     name: of the model
+    cost: time of its passes
     account: of the time that it may cost
     margin: share by which a step with the model must beat one without
     """
@@ -134,7 +139,8 @@ class ModelChoice:
         margin: float,
         clock: Callable[[], float],
     ) -> None:
-        self._model, self._acceptance, self._cost = model, acceptance, cost
+        self._model, self._acceptance, self._step_cost = model, acceptance, cost
+        self.cost = DraftCost(cost.row_buckets)
         self.name, self._margin, self._clock = model.name, margin, clock
         self._drafts_per_pass: int = getattr(model, "drafts_per_pass", 1)
         self._chances = acceptance.add(model.name, has_prior=True)
@@ -145,10 +151,34 @@ class ModelChoice:
         self._idle: dict[int, int] = {}
         self._rest = 0
         self._woke = False  # control is awake for the model's sake
+        # [B] chance of a draft in this step: see `estimate`
+        self._expected = self._optimistic = np.empty(0)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
         self._idle.pop(request.id, None)
+
+    def estimate(self, now: Situation) -> None:
+        """Estimate the model's acceptance in this step. Call it once in each, before all else.
+
+        It counts the steps without the model.
+        """
+        batch = len(now.requests)
+        self._expected = self._optimistic = self._prior.of(now.rows, np.ones(batch))
+        self._rest += 1
+        ids = [request.id for request in now.requests]
+        idle = [self._idle.get(id_, self._rest - 1) + 1 for id_ in ids]
+        self._idle.update(zip(ids, idle, strict=True))
+        if self.account.allows_tries:
+            self._optimistic = self._prior.optimistic(now.rows, np.ones(batch), np.array(idle))
+
+    def bid(self, now: Situation, without: float) -> float:
+        """Return the goodput that the model may reach; 0 if it should not be called.
+
+        without: goodput without the model
+        """
+        goodput, users = self._may_use(now, without)
+        return goodput if users.any() else 0.0
 
     def users(self, now: Situation, without: float, step: Step) -> tuple[float, Ints]:
         """Return the expected goodput, and the requests that the model should draft for, if any.
@@ -158,27 +188,22 @@ class ModelChoice:
         without: goodput without the model
         """
         woke, self._woke = self._woke, False
-        optimistic = self._optimistic(now)
         if self.account.is_overdrawn:
             return without, NO_INDICES
-        most, batch = now.budget.max_drafts, len(now.requests)
-        expected = self._prior.of(now.rows, np.ones(batch))
-        if not self.account.allows_tries:
-            optimistic = expected
+        most = now.budget.max_drafts
         unread = np.array([self._model.unread(request) for request in now.requests])
         ready = np.array([self._model.ready(request) for request in now.requests])
         if not ready.all():
             # catching up is done once and serves all later steps: it is not charged to this one
-            ones = np.ones(batch, np.int64)
-            wanted = self._best(now, optimistic, without, most, ones)[1]
+            wanted = self._may_use(now, without)[1]
             behind = [now.requests[r] for r in np.flatnonzero(wanted & ~ready).tolist()]
             step.caught_up = self._model.catch_up(behind)
             most = np.where(ready, most, 0)
-        goodput, users = self._best(now, expected, without, most, unread)
+        goodput, users = self._best(now, self._expected, without, most, unread)
         if self.account.allows_tries and not users.all():
-            users = users | self._best(now, optimistic, goodput, most, unread)[1]
+            users = users | self._best(now, self._optimistic, goodput, most, unread)[1]
         if woke or step.caught_up or users.any():
-            step.without = without
+            step.model, step.without = self.name, without
         return goodput, np.flatnonzero(users)
 
     def should_wake(self, now: Situation) -> bool:
@@ -186,14 +211,8 @@ class ModelChoice:
 
         now: its times include these waits
         """
-        chances, batch = self._optimistic(now), len(now.requests)
-        if self.account.is_overdrawn:
-            return False
-        if not self.account.allows_tries:
-            chances = self._prior.of(now.rows, np.ones(batch))
-        plain, ones = batch / float(now.seconds[batch]), np.ones(batch, np.int64)
-        found = self._best(now, chances, plain, now.budget.max_drafts, ones)[1]
-        self._woke = bool(found.any())
+        plain = len(now.requests) / float(now.seconds[len(now.requests)])
+        self._woke = bool(self._may_use(now, plain)[1].any())
         return self._woke
 
     def draft(self, now: Situation, users: Ints, goodput: float, step: Step) -> Proposal:
@@ -218,23 +237,24 @@ class ModelChoice:
 
         plain: seconds of a plain step of its requests
         """
-        self.account.observe(step, plain)
-        if not step.draft_passes or step.caught_up:
+        is_mine = step.model == self.name
+        self.account.observe(step, plain, is_mine)
+        if not is_mine or not step.draft_passes or step.caught_up:
             return
-        seconds, host = step.drafted, self._cost.host
+        seconds, host = step.drafted, self._step_cost.host
         if step.follows and host.has_seen(step.requests):
             # joining two offers and all else that a step without the model does not have
             seconds += max(0.0, step.host_seconds - host.seconds(step.requests))
-        self._cost.observe_drafting(step.draft_passes, step.users, step.unread, seconds)
+        self.cost.observe(step.draft_passes, step.users, step.unread, seconds)
 
     def _least_gain(self, most: Ints, users: int, goodput: float, step: Step) -> float:
         """Return how many accepted drafts one more pass must promise, over all users.
 
         A pass takes its own time, and adds one row per user to the target's pass.
         """
-        table = self._cost.table(step.requests + int(most.sum()), step.context, step.requests)
+        table = self._step_cost.table(step.requests + int(most.sum()), step.context, step.requests)
         row = (table[-1] - table[step.requests + 1]) / most.sum()
-        gain = goodput * float(self._cost.draft.seconds(users) + users * row)
+        gain = goodput * float(self.cost.passes.seconds(users) + users * row)
         return min(gain, 0.99 * users)  # the first pass is always made
 
     def _passes(self, depth: int) -> int:
@@ -250,16 +270,13 @@ class ModelChoice:
         rows = self._acceptance.rows([request.id])
         return min(confidence, float(self._chances.first.of(rows, np.array([confidence]))[0]))
 
-    def _optimistic(self, now: Situation) -> Floats:
-        """Return the optimistic estimate of the model's drafts for each request.
-
-        Call it once in each step: it counts the steps without the model.
-        """
-        self._rest += 1
-        ids = [request.id for request in now.requests]
-        idle = [self._idle.get(id_, self._rest - 1) + 1 for id_ in ids]
-        self._idle.update(zip(ids, idle, strict=True))
-        return self._prior.optimistic(now.rows, np.ones(len(ids)), np.array(idle))
+    def _may_use(self, now: Situation, without: float) -> tuple[float, Bools]:
+        """Return the goodput that the model may reach, and for whom: as if all text was read."""
+        batch = len(now.requests)
+        if self.account.is_overdrawn:
+            return without, np.zeros(batch, np.bool_)
+        ones = np.ones(batch, np.int64)
+        return self._best(now, self._optimistic, without, now.budget.max_drafts, ones)
 
     def _best(
         self,
@@ -289,7 +306,7 @@ class ModelChoice:
                 continue
             chains = np.concatenate([own[users, :depth].ravel(), survival[~users[owners]]])
             passes = self._passes(depth)
-            drafting = self._cost.drafting(passes, int(users.sum()), int(unread[users].sum()))
+            drafting = self.cost.seconds(passes, int(users.sum()), int(unread[users].sum()))
             promised = best_goodput(chains, batch, now.seconds + drafting)
             if promised > best:
                 best, found = promised, users

@@ -27,7 +27,8 @@ class Step:
     unread: tokens that the first of these passes read
     caught_up: tokens that the draft model read for requests it did not draft for yet
     drafted: seconds of the draft model's passes
-    without: tokens per second that were expected without the draft model; 0 if it had no part
+    model: the draft model that had a part in it; "" if none had
+    without: tokens per second that were expected without that model
     follows: whether it followed another step at once
     ahead: whether it was launched before the step before it was read
     proposed: time at which the proposal was ready
@@ -46,6 +47,7 @@ class Step:
     unread: int = 0
     caught_up: int = 0
     drafted: float = 0.0
+    model: str = ""
     without: float = 0.0
     follows: bool = False
     ahead: bool = False

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from outrider.core import Budget, Drafter, Outcome, Outcomes, Proposal, Request
+from outrider.drafters.states import SharedStates
 
 
 class RoutedDrafter:
@@ -22,12 +23,8 @@ class RoutedDrafter:
     def __init__(self, drafters: Mapping[str, Drafter], choose: Callable[[Request], str]) -> None:
         self._drafters = drafters
         self._choose = choose
-        read = {name: getattr(drafter, "hidden_layers", ()) for name, drafter in drafters.items()}
-        self.hidden_layers = tuple(sorted({layer for layers in read.values() for layer in layers}))
-        self._columns = {
-            name: [self.hidden_layers.index(layer) for layer in layers]
-            for name, layers in read.items()
-        }
+        self._states = SharedStates(drafters)
+        self.hidden_layers = self._states.layers
 
     def start(self, requests: Sequence[Request]) -> None:
         """Introduce each request to its drafter."""
@@ -52,9 +49,7 @@ class RoutedDrafter:
         groups = self._groups(done.requests)
         for name, group in groups.items():
             mine = done if len(groups) == 1 else Outcomes.of([done[r] for r in group])
-            if self.hidden_layers:
-                mine = Outcomes.of([self._own_states(name, outcome) for outcome in mine])
-            self._drafters[name].observe(mine)
+            self._drafters[name].observe(self._states.of(name, mine))
 
     def meanwhile(self) -> None:
         """Let each drafter do what can wait, if it has such work."""
@@ -66,13 +61,6 @@ class RoutedDrafter:
         """Let each drafter forget its requests."""
         for name, group in self._groups(requests).items():
             self._drafters[name].stop([requests[r] for r in group])
-
-    def _own_states(self, name: str, outcome: Outcome) -> Outcome:
-        """Return an outcome with the hidden states that this drafter reads."""
-        columns = self._columns[name]
-        if outcome.hidden is None or not columns:
-            return replace(outcome, hidden=None)
-        return replace(outcome, hidden=outcome.hidden[:, columns])
 
     def _groups(self, requests: Sequence[Request]) -> dict[str, list[int]]:
         groups: dict[str, list[int]] = {}

@@ -107,8 +107,9 @@ def setting(monkeypatch):
     )
     ranks = Ranks(SimpleNamespace(rank_in_group=0, world_size=1))
     model = SimpleNamespace(run=run_draft)
+    control = adaptive_drafter(SimpleNamespace(name="model"))
     drafters = Drafters(
-        *(None, {}, model, adaptive_drafter(), ranks), readers=[(model, {"adaptive"})],
+        *(None, {}, model, control, ranks), readers=[(model, {"adaptive"})],
         wants_calibration=True,
     )  # fmt: skip
     return device, batch, run_target, drafters
@@ -118,10 +119,10 @@ def test_calibrated_times_are_those_of_the_passes(setting):
     device, batch, target, drafters = setting
     device.launch(3.0, 1)  # what is still queued is nobody's time
     calibrate(batch, SimpleNamespace(reqs=batch.reqs), target, drafters, 1 << 20)
-    cost = drafters.control.cost
+    verify, draft = drafters.control.cost.verify, drafters.control.models["model"].cost.passes
     for rows in SIZES:
-        assert cost.verify.seconds(rows) == pytest.approx(seconds(rows), rel=0.05)
-        assert cost.draft.seconds(rows) == pytest.approx(DRAFT * seconds(rows), rel=0.05)
+        assert verify.seconds(rows) == pytest.approx(seconds(rows), rel=0.05)
+        assert draft.seconds(rows) == pytest.approx(DRAFT * seconds(rows), rel=0.05)
     assert not drafters.wants_calibration
     assert batch.token_to_kv_pool_allocator.taken == 0
 

@@ -147,6 +147,21 @@ def test_under_control(kind, target, prompts, plain):
         assert not done.stats.fallbacks
 
 
+def test_control_chooses_among_several_heads_and_a_model(target, prompts, plain, tmp_path):
+    """Each of them reads other layers of the target, and control tries them all."""
+    heads = [outrider.load_drafter(TRAINED[kind]) for kind in KINDS]
+    drafter = outrider.adaptive(target, [*heads, target], trace=tmp_path / "steps")
+    assert list(drafter.models) == [*KINDS, "model"]
+    for kind, sampling in SAMPLING.items():
+        done = outrider.generate(
+            target, prompts, drafter=drafter, sampling=sampling, exactness="bitwise"
+        )
+        assert done.outputs == plain[kind]
+        assert not done.stats.fallbacks
+    steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    assert len({name for step in steps for name in step["drafters"]} & {*drafter.models}) > 1
+
+
 def test_routed_each_reads_its_own_layers(target, prompts, plain):
     head, other = trained_head(target), random_head(target)
     routed = RoutedDrafter(

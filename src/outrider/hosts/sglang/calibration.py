@@ -63,7 +63,7 @@ def calibrate(
                 drafters.calibrate(count, seconds, drafted)
                 late = time.perf_counter() - started > LONGEST
                 # other ranks have other clocks
-                if stop := drafters.ranks.any(late or seconds + (drafted or 0.0) > SHORT):
+                if stop := drafters.ranks.any(late or seconds + sum(drafted) > SHORT):
                     break
             if stop and drafters.ranks.any(late):
                 break
@@ -79,7 +79,7 @@ class _Fault(Exception):
 
 
 class _Timing:
-    """Times passes of the target and of the draft model."""
+    """Times passes of the target and of draft models."""
 
     def __init__(
         self,
@@ -92,11 +92,10 @@ class _Timing:
         self._batch, self._plain, self._slots = batch, plain, slots
         self._run, self._drafters = run, drafters
 
-    def passes(self, count: int) -> tuple[float, float | None]:
-        """Return the seconds of a pass of so many rows: of the target, and of the draft model."""
-        model = self._drafters.timed
+    def passes(self, count: int) -> tuple[float, list[float]]:
+        """Return the seconds of a pass of so many rows: of the target, and of each draft model."""
         seconds = self._agreed(self._target_logits, count)
-        return seconds, None if model is None else self._agreed(model.run, count)
+        return seconds, [self._agreed(model.run, count) for model in self._drafters.timed]
 
     def _agreed(self, launch: Callable[[Any], Tensor], count: int) -> float:
         """Return the seconds of a pass that no rank has failed in."""

@@ -89,23 +89,16 @@ class Drafters:
         guards: dict[str, GuardedDrafter] = {}
         models: list[ModelDrafter[Any]] = []
         ranks, heads = ranks or Ranks(), heads or {}
-        # control chooses among the free drafters and one that makes passes
         ours = {name: head for name, head in heads.items() if head is not None}
-        best = model or next(iter(ours.values()), None)
         readers: list[tuple[SglangDraftModel | SlotHead, set[str]]] = []
         if model is not None:
-            readers.append((model, {MODEL, TIERS}))
-        readers += [(head, {name}) for name, head in ours.items()]
-        for reader, users in readers:
-            if reader is best:
-                users.add(ADAPTIVE)
+            readers.append((model, {MODEL, TIERS, ADAPTIVE}))
+        readers += [(head, {name, ADAPTIVE}) for name, head in ours.items()]
 
         def drafts(
-            by: SglangDraftModel | SlotHead | None, options: Mapping[str, Any]
-        ) -> ModelDrafter[Any] | None:
+            by: SglangDraftModel | SlotHead, options: Mapping[str, Any]
+        ) -> ModelDrafter[Any]:
             # they run where the target runs, and would only be in its own way in a thread
-            if by is None:
-                return None
             if isinstance(by, SlotHead):
                 models.append(by.drafter(vocab_size, **options))
             else:
@@ -120,19 +113,22 @@ class Drafters:
             try:
                 if name in heads:
                     # on ranks other than 0 nobody asks it
-                    drafter = drafts(heads.get(name), options) or NoDrafter()
+                    drafter = drafts(ours[name], options) if name in ours else NoDrafter()
                 elif name == ADAPTIVE:
                     if row_buckets and "knots" not in options:  # its former name
                         options.setdefault("row_buckets", row_buckets)
                     # how far to go is for control to say
-                    mine = drafts(best, {"min_survival": 0.0, "siblings": 1})
-                    drafter = control = adaptive_drafter(mine, **options)
+                    asked = {"min_survival": 0.0, "siblings": 1}
+                    passing = [drafts(reader, asked) for reader, _ in readers]
+                    for mine, head in zip(reversed(passing), reversed(ours), strict=False):
+                        mine.name = head  # two may be of the same kind
+                    drafter = control = adaptive_drafter(passing, **options)
                 elif name == TIERS:
                     drafter = TieredDrafter(
-                        _needed(drafts(model, {"min_survival": 0.0})), **options
+                        drafts(_needed(model), {"min_survival": 0.0}), **options
                     )
                 elif name == MODEL:
-                    drafter = _needed(drafts(model, options))
+                    drafter = drafts(_needed(model), options)
                 else:
                     drafter = make_drafter(name, options)
                     # ours come back by themselves, and a thread takes time in every step
@@ -220,20 +216,18 @@ class Drafters:
         tokens, num_drafts, parents = heard[1]
         return Proposal.unclaimed(tokens, num_drafts, parents)
 
-    def calibrate(self, rows: int, seconds: float, draft_seconds: float | None) -> None:
-        """Tell control how long a pass of so many rows takes, of the target and the draft model."""
+    def calibrate(self, rows: int, seconds: float, draft_seconds: Sequence[float]) -> None:
+        """Tell control how long a pass of so many rows takes: of the target, and of all `timed`."""
         assert self.control is not None
         self.control.cost.observe(rows, 0, seconds)
-        if draft_seconds is not None:
-            self.control.cost.draft.observe(rows, draft_seconds)
+        for model, taken in zip(self.control.models.values(), draft_seconds, strict=False):
+            model.cost.passes.observe(rows, taken)
 
     @property
-    def timed(self) -> SglangDraftModel | SlotHead | None:
-        """What control uses, if all ranks can time its passes."""
-        for reader, users in self.readers:
-            if ADAPTIVE in users and (reader is self.model or self.ranks.alone):
-                return reader
-        return None
+    def timed(self) -> list[SglangDraftModel | SlotHead]:
+        """Return the models that control uses, as far as all ranks can time their passes."""
+        found = [reader for reader, users in self.readers if ADAPTIVE in users]
+        return found if self.ranks.alone else [reader for reader in found if reader is self.model]
 
     def take_draft_seconds(self) -> float:
         """Return the time of the draft model's passes since this was last asked."""
@@ -263,10 +257,10 @@ class Drafters:
         return total
 
 
-def _needed(drafter: Drafter | None) -> Drafter:
-    if drafter is None:
+def _needed(model: SglangDraftModel | None) -> SglangDraftModel:
+    if model is None:
         raise ValueError("add --speculative-draft-model-path")
-    return drafter
+    return model
 
 
 def _chosen(request: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,30 +289,39 @@ def _drafter(
 
 def adaptive(
     model: PreTrainedModel,
-    draft: PreTrainedModel | HeadFile | None = None,
+    draft: PreTrainedModel | HeadFile | Sequence[PreTrainedModel | HeadFile] | None = None,
     *,
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
     trace: str | Path | None = None,
 ) -> AdaptiveDrafter:
-    """Return a drafter that chooses, in each step, among lookups, a draft model and none.
+    """Return a drafter that chooses, in each step, among lookups, draft models and none.
 
     Keep it: what it has learnt in one call it brings to the next. It serves one call at a time.
 
     model: the one that is to be sped up
-    draft: a smaller one with the same tokenizer, or a head: see `load_drafter`
+    draft: a smaller one with the same tokenizer, or a head: see `load_drafter`; or several of them.
+        Draft models are named "model", "model 2" and so on, and heads after their kind
     tokenizer, draft_tokenizer: those of the two models, if they cannot be loaded from beside their
         weights
     trace: a file to which each step is appended, as a line of JSON
     """
-    if draft is None:
-        return adaptive_drafter(trace=trace)
+    drafts = [] if draft is None else list(draft) if isinstance(draft, Sequence) else [draft]
+    passing, names = list[ModelDrafter[Any]](), Counter[str]()
+    for one in drafts:
+        if isinstance(one, PreTrainedModel) and one is not model:
+            check_same_tokenizer(model, one, tokenizer, draft_tokenizer)
+        drafter = _drafts(model, one)
+        names[drafter.name] += 1
+        if names[drafter.name] > 1:
+            drafter.name += f" {names[drafter.name]}"
+        passing.append(drafter)
+    return adaptive_drafter(passing, trace=trace)
+
+
+def _drafts(model: PreTrainedModel, draft: PreTrainedModel | HeadFile) -> ModelDrafter[Any]:
+    """Return what drafts for control, which says how far to go."""
     vocab_size = Runner(model).vocab_size
     if isinstance(draft, HeadFile):
-        head = draft.drafter(model, vocab_size, min_survival=0.0, siblings=1)
-        return adaptive_drafter(head, trace=trace)
-    if draft is not model:
-        check_same_tokenizer(model, draft, tokenizer, draft_tokenizer)
-    # how far to go is for control to say
-    drafts = ModelDrafter(Runner(draft), vocab_size, min_survival=0.0, siblings=1)
-    return adaptive_drafter(drafts, trace=trace)
+        return draft.drafter(model, vocab_size, min_survival=0.0, siblings=1)
+    return ModelDrafter(Runner(draft), vocab_size, min_survival=0.0, siblings=1)
