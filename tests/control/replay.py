@@ -128,7 +128,7 @@ class RecordedModel:
                 self.read[requests[r].id] = requests[r].length + depth[r]
                 confidence = requests[r].drafts()[depth[r]][1]
                 survival[r] *= (
-                    budget.chance(requests[r], confidence) if budget.chance else confidence
+                    budget.chances([requests[r]], [confidence])[0] if budget.chances else confidence
                 )
                 depth[r] += 1
         return Proposal.of(

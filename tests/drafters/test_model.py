@@ -119,7 +119,9 @@ def test_who_knows_better_is_believed():
     """Calibration says that this model is always right, or never."""
     for chance, passes in ((1.0, 8), (0.0, 1)):
         found, model, requests = drafter((3,))
-        found.propose(requests, budget(8, min_gain=0.5, chance=lambda r, c, known=chance: known))
+        found.propose(
+            requests, budget(8, min_gain=0.5, chances=lambda r, c, known=chance: [known] * len(r))
+        )
         assert model.passes == passes
 
 

@@ -225,7 +225,7 @@ class ModelChoice:
         most[users] = budget.max_drafts[users]
         step.unread = sum(self._model.unread(requests[r]) for r in users.tolist())
         gain = self._least_gain(most, len(users), goodput, step)
-        asked = replace(budget, max_drafts=most, min_gain=gain, chance=self._chance)
+        asked = replace(budget, max_drafts=most, min_gain=gain, chances=self._draft_chances)
         started = self._clock()
         proposal = self._model.propose(requests, asked)
         step.drafted, step.users = self._clock() - started, len(users)
@@ -261,14 +261,18 @@ class ModelChoice:
         """Return how many passes drafts of this depth take."""
         return -(-depth // self._drafts_per_pass)
 
-    def _chance(self, request: Request, confidence: float) -> float:
-        """Return the chance of a draft, for the model to decide whether to go on.
+    def _draft_chances(
+        self, requests: Sequence[Request], confidences: Sequence[float]
+    ) -> list[float]:
+        """Return the chances of drafts, for the model to decide whether to go on.
 
-        It is never above the model's own confidence: calibration comes from other texts, and may
-        be too high for this one.
+        They are never above the model's own confidences: calibration comes from other texts, and
+        may be too high for this one.
         """
-        rows = self._acceptance.rows([request.id])
-        return min(confidence, float(self._chances.first.of(rows, np.array([confidence]))[0]))
+        sure = np.array(confidences)
+        rows = self._acceptance.rows([request.id for request in requests])
+        found: list[float] = np.minimum(sure, self._chances.first.of(rows, sure)).tolist()
+        return found
 
     def _may_use(self, now: Situation, without: float) -> tuple[float, Bools]:
         """Return the goodput that the model may reach, and for whom: as if all text was read."""

@@ -34,8 +34,8 @@ class Budget:
     trees: whether drafts may branch: not every host can verify that
     min_gain: what one more pass must promise a drafter that pays by the pass: so many accepted
           drafts, of all requests together
-    chance: of a draft to be accepted, given its request and how sure the drafter is of it; without
-          it a drafter has to believe itself
+    chances: of drafts to be accepted, given their requests and how sure the drafter is of each;
+          without it a drafter has to believe itself
     """
 
     max_drafts: Ints
@@ -43,7 +43,7 @@ class Budget:
     coins: Coins
     trees: bool = True
     min_gain: float = 0.0
-    chance: Callable[[Request, float], float] | None = None
+    chances: Callable[[Sequence[Request], Sequence[float]], Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_drafts", np.asarray(self.max_drafts, np.int64))

@@ -267,12 +267,12 @@ class ModelDrafter(Generic[S]):
             raise DraftFault("the draft model's logits are not numbers")
         if budget.trees and budget.rule == "match":
             self._draw_siblings(states, guess, drawn, every, budget, seeds)
-        believe = budget.chance or (lambda request, probability: probability)
-        numbers = zip(eager, drawn.tolist(), confident, strict=True)
-        for i, ((request, state), token, probability) in enumerate(numbers):
+        chances = confident if budget.chances is None else budget.chances(requests, confident)
+        numbers = zip(states, drawn.tolist(), confident, chances, strict=True)
+        for i, (state, token, probability, chance) in enumerate(numbers):
             state.drafts.append(token)
             state.confidences.append(min(1.0, probability))
-            state.survival *= believe(request, probability)
+            state.survival *= chance
             if probs is not None:
                 state.probs.append(probs[i])
 
