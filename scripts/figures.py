@@ -113,6 +113,19 @@ def heads() -> Iterator[Row]:
         yield [*row, *map(two, run["accepted_at"])]
 
 
+def pool() -> Iterator[Row]:
+    """Control over a pool of drafters, and each of them alone, times plain decoding."""
+    cells = result("pool")["cells"]
+    names = [name for name in cells[0]["times_plain"] if name != "plain"]
+    yield ["text", "B", *(f"`{name}`" for name in names)]
+    for cell in cells:
+        yield [
+            cell["kind"],
+            str(cell["batch"]),
+            *(two(cell["times_plain"][name]) for name in names),
+        ]
+
+
 def regimes() -> Iterator[Row]:
     """How fast adaptive follows a change of traffic."""
     yield ["phase", "settles at, tokens/s", "steps to 90 % of that", "seconds"]
@@ -293,7 +306,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
         paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
-        kernels_static, compatibility, heads,
+        kernels_static, compatibility, heads, pool,
     )
 }  # fmt: skip
 
@@ -458,6 +471,7 @@ def place(key: tuple[str, int]) -> str:
 STATED = {
     "README.md": [],
     "docs/control.md": ["0.3"],  # a constant of the code
+    "docs/heads.md": ["1.5"],  # a temperature
     "docs/scaling.md": ["5.9", "1.2", "2.1"],  # SpecDecode-Bench's fit
     "docs/comparison.md": ["0.1"],  # our version
     "docs/paced.md": [
