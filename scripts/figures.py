@@ -470,7 +470,6 @@ def place(key: tuple[str, int]) -> str:
 
 STATED = {
     "README.md": [],
-    "docs/control.md": ["0.3"],  # a constant of the code
     "docs/heads.md": ["1.5"],  # a temperature
     "docs/scaling.md": ["5.9", "1.2", "2.1"],  # SpecDecode-Bench's fit
     "docs/comparison.md": ["0.1"],  # our version

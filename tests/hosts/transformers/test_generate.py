@@ -414,3 +414,8 @@ def test_garbage_costs_speed_only(pair):
     )
     assert done.outputs == [hf_greedy(target, prompt, 20) for prompt in prompts]
     assert done.stats.fallbacks["garbage"] > 0
+
+
+def test_control_takes_models_not_names(target):
+    with pytest.raises(TypeError, match="draft is str: pass a Transformers model"):
+        outrider.adaptive(target, "a/draft")

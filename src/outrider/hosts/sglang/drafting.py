@@ -119,9 +119,10 @@ class Drafters:
                         options.setdefault("row_buckets", row_buckets)
                     # how far to go is for control to say
                     asked = {"min_survival": 0.0, "siblings": 1}
-                    passing = [drafts(reader, asked) for reader, _ in readers]
-                    for mine, head in zip(reversed(passing), reversed(ours), strict=False):
-                        mine.name = head  # two may be of the same kind
+                    passing = [] if model is None else [drafts(model, asked)]
+                    for mine, head in ours.items():
+                        passing.append(drafts(head, asked))
+                        passing[-1].name = mine  # two may be of the same kind
                     drafter = control = adaptive_drafter(passing, **options)
                 elif name == TIERS:
                     drafter = TieredDrafter(

@@ -306,7 +306,7 @@ def adaptive(
         weights
     trace: a file to which each step is appended, as a line of JSON
     """
-    drafts = [] if draft is None else list(draft) if isinstance(draft, Sequence) else [draft]
+    drafts = [] if draft is None else draft if isinstance(draft, (list, tuple)) else [draft]
     passing, names = list[ModelDrafter[Any]](), Counter[str]()
     for one in drafts:
         if isinstance(one, PreTrainedModel) and one is not model:
@@ -324,4 +324,9 @@ def _drafts(model: PreTrainedModel, draft: PreTrainedModel | HeadFile) -> ModelD
     vocab_size = Runner(model).vocab_size
     if isinstance(draft, HeadFile):
         return draft.drafter(model, vocab_size, min_survival=0.0, siblings=1)
+    if not isinstance(draft, PreTrainedModel):
+        raise TypeError(
+            f"draft is {type(draft).__name__}: pass a Transformers model, what `load_drafter` "
+            "returns, or a list of these"
+        )
     return ModelDrafter(Runner(draft), vocab_size, min_survival=0.0, siblings=1)
