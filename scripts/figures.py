@@ -27,6 +27,7 @@ PAGES = [
         for name in (
             "control",
             "heads",
+            "ahead",
             "scaling",
             "kernels",
             "paced",
@@ -124,6 +125,42 @@ def pool() -> Iterator[Row]:
             str(cell["batch"]),
             *(two(cell["times_plain"][name]) for name in names),
         ]
+
+
+def ahead_counted() -> Iterator[Row]:
+    """Drafting ahead beside ordinary speculation, by counted time."""
+    yield ["text", "B", "plain", "ordinary (K)", "ahead", "ahead / ordinary", "hits"]
+    for cell in result("ahead")["counted"]["cells"]:
+        ordinary = f"{cell['ordinary']:.0f} ({cell['ordinary_drafts']})"
+        speeds = [f"{cell['plain']:.0f}", ordinary, f"{cell['ahead']:.0f}"]
+        yield [
+            cell["kind"],
+            str(cell["batch"]),
+            *speeds,
+            two(cell["ratio"]),
+            f"{cell['hit_rate']:.0%}".replace("%", " %"),
+        ]
+
+
+def ahead_real() -> Iterator[Row]:
+    """Drafting ahead with real processes on two cores, tokens a second."""
+    measured = result("ahead")["real"]
+    kinds = list(next(iter(measured["speeds"].values())))
+    yield ["", *kinds]
+    for name, speeds in measured["speeds"].items():
+        yield [name, *(spread(speeds[kind]) for kind in kinds)]
+
+
+def ahead_coins() -> Iterator[Row]:
+    """How often the next token was foreseen, with the target's coins and with others."""
+    cells = result("ahead")["coins"]["cells"]
+    found = {(c["temperature"], c["shared_coins"], c["fan_out"]): c["foreseen"] for c in cells}
+    sizes = sorted({c["fan_out"] for c in cells})
+    yield ["temperature", "random numbers", *map(str, sizes)]
+    for temperature, shared in dict.fromkeys((t, s) for t, s, _ in found):
+        who = "the target's" if shared else "others"
+        shown = [two(found[temperature, shared, size]) for size in sizes]
+        yield [f"{temperature:g}", "none" if temperature == 0 else who, *shown]
 
 
 def regimes() -> Iterator[Row]:
@@ -306,7 +343,8 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
         paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
-        kernels_static, compatibility, heads, pool,
+        kernels_static, compatibility, heads, pool, ahead_counted, ahead_real,
+        ahead_coins,
     )
 }  # fmt: skip
 
@@ -469,6 +507,7 @@ def place(key: tuple[str, int]) -> str:
 
 
 STATED = {
+    "docs/ahead.md": ["1.4", "1.25"],
     "README.md": [],
     "docs/heads.md": ["1.5"],  # a temperature
     "docs/scaling.md": ["5.9", "1.2", "2.1"],  # SpecDecode-Bench's fit

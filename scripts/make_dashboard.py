@@ -207,6 +207,13 @@ CURVES = [
         (per_second("tree_steps"), "trees"),
         unit="ops",
     ),
+    curves(
+        "Draft server",
+        "Requests of steps that asked a draft server: did it have drafts, or why not.",
+        (per_second("foreseen", "found"), "{{found}}"),
+        unit="reqps",
+        stack="normal",
+    ),
 ]
 
 

@@ -12,13 +12,20 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from outrider.core import Draft, Drafter, Proposal, SamplingParams, Stats, Unsupported, chain
-    from outrider.drafters import ModelDrafter, NgramDrafter, NoDrafter, SuffixDrafter
+    from outrider.drafters import (
+        AheadDrafter,
+        ModelDrafter,
+        NgramDrafter,
+        NoDrafter,
+        SuffixDrafter,
+    )
     from outrider.hosts.transformers.custom_generate import custom_generate
     from outrider.hosts.transformers.generate import Generation, Stream, adaptive, generate, stream
     from outrider.hosts.transformers.heads import load_drafter
     from outrider.kernels.quantized_linear import quantized_copy
 
 _HOMES = {
+    "AheadDrafter": "outrider.drafters",
     "Draft": "outrider.core",
     "Drafter": "outrider.core",
     "Generation": "outrider.hosts.transformers.generate",
@@ -41,6 +48,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AheadDrafter",
     "Draft",
     "Drafter",
     "Generation",

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+LONGEST = 1000
+"""Characters of a line in a message."""
 
 
 class OutriderError(Exception):
     """Base class of every error that Outrider raises on purpose."""
 
 
+def one_line(text: str) -> str:
+    """Return a text as one short line: others' messages may have many, and quote what they read."""
+    line = " ".join(filter(None, map(str.strip, text.splitlines())))
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
+
+
 class Unsupported(OutriderError):
     """A combination that cannot be served exactly, refused instead of approximated.
 
-    what: that was asked for
-    fix: what to do instead
+    what: that was asked for, in one line
+    fix: what to do instead, in one line
     """
 
     def __init__(self, what: str, *, fix: str) -> None:
+        what, fix = one_line(what), one_line(fix)
         super().__init__(f"{what}; {fix}")
         self.what = what
         self.fix = fix
@@ -24,6 +35,22 @@ class Unsupported(OutriderError):
 
 class UsageError(Unsupported):
     """A command, or a file that it names, that cannot be understood: nothing was tried."""
+
+
+OTHER_FORM = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What code raises that reads data of another form than it expects."""
+
+
+@contextmanager
+def reading(what: str, *, fix: str) -> Iterator[None]:
+    """Refuse what others wrote if it has another form than expected: as a context or a decorator.
+
+    what: is read
+    """
+    try:
+        yield
+    except OTHER_FORM as error:
+        raise Unsupported(f"{what} cannot be read ({error!r:.200})", fix=fix) from error
 
 
 class DraftFault(OutriderError):

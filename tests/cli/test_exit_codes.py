@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": ([], "outrider.cli.demo.run"),
     "explain": (["a"], "outrider.explain.run.run"),
     "serve": ([], "outrider.cli.serve.run"),
+    "draft_server": (["m", "--socket", "s"], "outrider.cli.draft_server.run"),
     "selftest": ([], "outrider.selftest.run.run"),
     "doctor": ([TINY], "outrider.doctor.run.run"),
     "audit": ([PAIR], "outrider.audit.run.run"),
@@ -63,7 +64,7 @@ def test_codes(monkeypatch, command, raised, code, said):
 
     args, target = COMMANDS[command]
     monkeypatch.setattr(target, ends)
-    found = outrider(command, *args)
+    found = outrider(command.replace("_", "-"), *args)
     assert found.exit_code == code
     assert said in " ".join(found.stderr.split())
     assert "Traceback" not in found.output
@@ -84,7 +85,7 @@ def test_debug_shows_the_traceback(monkeypatch):
 def test_an_option_that_does_not_exist(command):
     # SGLang's options are passed on: only what looks like ours is known to be wrong
     wrong = {"serve": "--proflie", "tune": "--enigne"}.get(command, "--no-such-option")
-    found = outrider(command, *COMMANDS[command][0], wrong)
+    found = outrider(command.replace("_", "-"), *COMMANDS[command][0], wrong)
     assert found.exit_code == Exit.USAGE
 
 
@@ -149,7 +150,7 @@ def test_a_model_without_a_tokenizer(tmp_path, command):
         if command == "audit"
         else ["a", "--target", tmp_path]
     )
-    found = outrider(command, *target, "--out", tmp_path / "out")
+    found = outrider(command.replace("_", "-"), *target, "--out", tmp_path / "out")
     assert found.exit_code == Exit.COULD_NOT_RUN
     assert "no tokenizer at" in found.stderr
     assert "unexpected" not in found.stderr

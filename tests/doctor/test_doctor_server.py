@@ -77,12 +77,13 @@ def test_what_is_worth_a_word(serve, change, level, said):
 def test_settings_that_outrider_refuses(serve):
     """Only of a server that runs without it: with it they would have stopped the server."""
     pytest.importorskip("torch")
-    settings = {"speculative_algorithm": None, "pp_size": 2, "page_size": 64, "lora_paths": None}
+    settings = {"speculative_algorithm": None, "pp_size": 2, "lora_paths": None}
+    settings["enable_hierarchical_cache"] = True
     _, found = check(serve(sglang(**settings)))
     refused = [finding.what for finding in found if "is refused" in finding.what]
     assert len(refused) == 2
     assert "--pp-size" in refused[0]
-    assert "--page-size" in refused[1]
+    assert "--enable-hierarchical-cache" in refused[1]
 
 
 def test_another_model(serve):

@@ -47,7 +47,7 @@ def test_it_is_found_with_its_options():
     assert make_drafter("bigram", {"min_share": 0.9}).name == "bigram"
     with pytest.raises(outrider.Unsupported, match="min_share"):
         make_drafter("bigram", {"min_share": 2})
-    with pytest.raises(outrider.Unsupported, match=r"choose one of bigram,.* ngram,"):
+    with pytest.raises(outrider.Unsupported, match=r"choose one of ahead, bigram,.* ngram,"):
         make_drafter("trigram", {})
 
 

@@ -41,6 +41,23 @@ def test_linear(layer, dtype):
         assert differing(lambda block: torch.addmm(bias, block[0], packed)[None], x) == []
 
 
+@pytest.mark.parametrize("beta", [0, 1, 0.5])
+def test_rows_added_to_a_product(beta):
+    """`addmm` and `addmm_`, as LoRA uses them."""
+    x, weight = rows(1536, torch.float32), rows(1536, torch.float32).t().contiguous()
+
+    def add(block):
+        base = block[0][:, :40].contiguous()
+        found = torch.addmm(base, block[0], weight, beta=beta, alpha=3.0)
+        assert torch.equal(found, base.clone().addmm_(block[0], weight, beta=beta, alpha=3.0))
+        return found[None]
+
+    with RowInvariant():
+        assert differing(add, x) == []
+        found = add(x[None])
+    torch.testing.assert_close(found[0], beta * x[:, :40] + 3.0 * x @ weight, rtol=1e-4, atol=1e-3)
+
+
 def test_twin_plain_linear_depends_on_the_number_of_rows():
     x, weight = rows(1536, torch.float32), rows(1536, torch.float32)
     assert differing(lambda block: F.linear(block, weight), x)

@@ -39,7 +39,7 @@ def _prompt(line: str, where: str) -> str:
     fix = 'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
     try:
         found = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: not JSON ({error})", fix=fix) from error
     prompt = found.get("prompt") if isinstance(found, dict) else None
     if isinstance(found, dict) and "messages" in found:
@@ -56,4 +56,6 @@ def _prompt(line: str, where: str) -> str:
         prompt = message.get("content")
     if not isinstance(prompt, str) or not prompt.strip():
         raise UsageError(f"{where}: no prompt", fix=fix)
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise UsageError(f"{where}: half of a surrogate pair", fix="write characters whole")
     return prompt

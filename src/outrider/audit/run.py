@@ -238,7 +238,7 @@ def _ask(
 
 
 def _text(result: Result) -> str:
-    return json.dumps(result.as_json(), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(result.as_json(), indent=1) + "\n"
 
 
 def _write(result: Result, out: Path) -> None:

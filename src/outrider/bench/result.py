@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.bench.measure import Cell, Parity, Plan, Run, percentiles, spread
 from outrider.errors import UsageError
@@ -130,16 +132,46 @@ class Result:
         }
 
 
+class _Read(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Spread(_Read):
+    median: float = Field(gt=0)
+    min: float
+    max: float
+
+
+class _Cell(_Read):
+    workload: str
+    concurrency: int
+    rate: Optional[float]  # noqa: UP045 - pydantic reads it at run time, on Python 3.10 too
+    engine: int = Field(ge=0)
+    times_plain: Optional[_Spread] = None  # noqa: UP045
+
+
+class _Engine(_Read):
+    engine: str
+
+
+class _Document(_Read):
+    """What `compared` reads of a result."""
+
+    outrider_bench: int
+    engines: list[_Engine]
+    cells: list[_Cell]
+
+
 def load_result(file: Path) -> dict[str, Any]:
     """Return a result document, to compare with another."""
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if found["outrider_bench"] != VERSION:
-            raise ValueError(f"version {found['outrider_bench']}")
-        for cell in found["cells"]:
-            _ = cell["workload"], cell["concurrency"], cell["rate"]
-            _ = found["engines"][cell["engine"]]["engine"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        read = _Document.model_validate(found)
+        if read.outrider_bench != VERSION:
+            raise ValueError(f"version {read.outrider_bench}")
+        if any(cell.engine >= len(read.engines) for cell in read.cells):
+            raise ValueError("a cell of an engine that is not there")
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"{file} is no result of `outrider bench` ({error!r:.200})", fix="give its JSON file"
         ) from error

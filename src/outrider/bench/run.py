@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from outrider.errors import Unsupported, UsageError
-from outrider.report.console import Exit
+from outrider.report.console import Exit, words
 
 if TYPE_CHECKING:
     from outrider.bench.result import Result
@@ -151,12 +151,12 @@ def show(result: Result, console: Console) -> None:
             counts = one.get("counts") or {}
             steps = counts.get("request_steps")
             table.add_row(
-                str(cell) if e == 0 else "",
-                name.replace(",", ", "),
+                words(cell if e == 0 else ""),
+                words(name.replace(",", ", ")),
                 f"{speed['median']:.2f}" if speed else "",
                 "{median:.2f} ({min:.2f}-{max:.2f})".format(**ratio) if ratio else "",
                 f"{counts['emitted'] / steps:.2f}" if steps else "",
-                ": ".join(said for said in (_parity(one), one.get("refused")) if said),
+                words(": ".join(said for said in (_parity(one), one.get("refused")) if said)),
                 style="red" if one.get("refused") else None,
             )
     console.print(table)
@@ -180,11 +180,13 @@ def run_compare(old: Path, new: Path, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
         return
-    table = Table("", "engine", old.name, new.name, "new / old", "", box=None, pad_edge=False)
+    names = [Column(words(file.name)) for file in (old, new)]
+    table = Table("", "engine", *names, "new / old", "", box=None, pad_edge=False)
     for one in found:
         spreads = [
             f"{v['median']:.2f} ({v['min']:.2f}-{v['max']:.2f})" for v in (one["old"], one["new"])
         ]
         clear = "clear" if one["clear"] else "within the spread"
-        table.add_row(one["cell"], one["engine"], *spreads, f"{one['ratio']:.2f}", clear)
+        cells = words(one["cell"]), words(one["engine"])
+        table.add_row(*cells, *spreads, f"{one['ratio']:.2f}", clear)
     Console().print(table)

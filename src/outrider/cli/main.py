@@ -153,6 +153,35 @@ class Device(str, Enum):
     cpu = "cpu"
 
 
+class Dtype(str, Enum):
+    """What weights are loaded as."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+@app.command()
+def draft_server(
+    model: Annotated[str, typer.Argument(help="A Transformers model with the target's tokenizer.")],
+    socket: Annotated[
+        Path, typer.Option(help="Where hosts find it: a Unix socket that only you can open.")
+    ],
+    device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.cpu,
+    dtype: Annotated[Dtype, typer.Option(help="Of its weights.")] = Dtype.float32,
+    threads: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, help="Threads of torch on CPU."),
+    ] = None,
+    width: Annotated[int, typer.Option(min=1, help="The most nodes that a pass reads.")] = 8,
+    fan_out: Annotated[int, typer.Option(min=1, help="How many tokens may follow a node.")] = 3,
+) -> None:
+    """Draft ahead, in a process of its own, while targets verify; see docs/ahead.md."""
+    from outrider.cli.draft_server import run
+
+    run(model, socket, device.value, dtype.value, threads, width=width, fan_out=fan_out)
+
+
 @app.command(cls=PassesOn)
 def selftest(
     context: typer.Context,
@@ -210,14 +239,6 @@ def selftest(
     from outrider.selftest.run import run
 
     run(where, out, quick, json)
-
-
-class Dtype(str, Enum):
-    """What weights are loaded as."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
 
 
 class DraftBits(str, Enum):

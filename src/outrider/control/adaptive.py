@@ -45,7 +45,7 @@ from outrider.control.scoring import score
 from outrider.control.slowdown import SlowdownGuard
 from outrider.control.step import Done, Proposed, Step, TraceFile
 from outrider.core import Budget, Drafter, Floats, Ints, Outcome, Outcomes, Proposal, Request
-from outrider.drafters import SuffixDrafter
+from outrider.drafters import AheadDrafter, SuffixDrafter
 from outrider.drafters.states import SharedStates
 
 MARGIN = 0.05
@@ -86,18 +86,18 @@ class AdaptiveDrafter:
         self.acceptance, self.cost = Acceptance(), StepCost(row_buckets)
         self.slowdown_guard = SlowdownGuard()
         self.is_asleep, self.padded = False, False
-        self._free, self._margin, self._clock = dict(free), margin, clock
+        self.free, self._margin, self._clock = dict(free), margin, clock
         self._on_step = on_step
-        for name in self._free:
+        for name in self.free:
             self.acceptance.add(name)
         passing = _several(model)
         self.models = {
             drafter.name: ModelChoice(drafter, self.acceptance, self.cost, margin, clock)
             for drafter in passing
         }
-        if len(self.models) < len(passing) or self.models.keys() & self._free.keys():
+        if len(self.models) < len(passing) or self.models.keys() & self.free.keys():
             raise ValueError(f"drafters need different names: {[d.name for d in passing]}")
-        self._drafters: dict[str, Drafter] = self._free | {model.name: model for model in passing}
+        self._drafters: dict[str, Drafter] = self.free | {model.name: model for model in passing}
         self._states = SharedStates(self._drafters)
         self.hidden_layers = self._states.layers
         self._since_plain: Counter[int] = Counter()  # steps since a plain one, by row bucket
@@ -224,7 +224,7 @@ class AdaptiveDrafter:
 
     def _ask_free(self, requests: Sequence[Request], budget: Budget) -> None:
         if not self.slowdown_guard.is_tripped:
-            for name, drafter in self._free.items():
+            for name, drafter in self.free.items():
                 self._offers.append(self._offer(name, drafter.propose(requests, budget)))
 
     def _offer(self, name: str, drafts: Proposal) -> Offer:
@@ -308,6 +308,7 @@ def _several(model: PassingDrafter | Sequence[PassingDrafter] | None) -> list[Pa
 def adaptive_drafter(
     model: PassingDrafter | Sequence[PassingDrafter] | None = None,
     trace: str | Path | None = None,
+    ahead: str | Path | None = None,
     **options: Any,
 ) -> AdaptiveDrafter:
     """Return an adaptive drafter over the suffix lookup and, if given, draft models and heads.
@@ -315,6 +316,7 @@ def adaptive_drafter(
     The suffix lookup has no thresholds of its own here. Control learns which drafts to verify.
 
     trace: a file to which each step is appended, as one line of JSON
+    ahead: the socket of a draft server. What it has foreseen costs a step no time.
     options: of `AdaptiveDrafter`. `knots` is the former name of `row_buckets`, and still accepted.
     """
     if "knots" in options:
@@ -323,5 +325,7 @@ def adaptive_drafter(
         options["row_buckets"] = options.pop("knots")
     if trace is not None:
         options["on_step"] = TraceFile(trace)
-    free = {"suffix": SuffixDrafter(min_vote=0.0, min_match=2)}
+    free: dict[str, Drafter] = {"suffix": SuffixDrafter(min_vote=0.0, min_match=2)}
+    if ahead is not None:
+        free[AheadDrafter.name] = AheadDrafter(ahead)
     return AdaptiveDrafter(free, model, **options)

@@ -1,5 +1,6 @@
 """The theory. Pure PyTorch: no kernels, no engine. Read `proposal`, `rules`, `settle`, `loop`."""
 
+from outrider.core.ahead import AheadTree, best_part
 from outrider.core.coins import Coins, KeyedCoins, Stream, gumbel_noise, murmur_hash32
 from outrider.core.loop import Budget, Drafter, Host, Step, step
 from outrider.core.proposal import (
@@ -38,6 +39,7 @@ from outrider.errors import DraftFault, OutriderError, Unsupported
 __all__ = [
     "ROOT",
     "TRANSFORMS",
+    "AheadTree",
     "Bools",
     "Budget",
     "ChainDistribution",
@@ -70,6 +72,7 @@ __all__ = [
     "Unsupported",
     "Verdict",
     "at_least",
+    "best_part",
     "chain",
     "gumbel_noise",
     "is_whole",

@@ -209,10 +209,15 @@ def _layer(tensor: Tensor) -> int:
 
 def find(name: str) -> Path:
     """Return the directory of a model: a path, or a Hugging Face name that was downloaded."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(name)
+    try:
+        path = path.expanduser()
+        is_dir, exists = path.is_dir(), path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a null byte
+        raise Unsupported(f"{name:.200} is no path ({error!s:.80})", fix="mend the path") from error
+    if is_dir:
         return path
-    if path.exists():
+    if exists:
         raise Unsupported(f"{name} is a file", fix="give the directory that holds config.json")
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         raise Unsupported(f"there is no directory {name}", fix="mend the path")
@@ -267,7 +272,7 @@ def read_model(name: str, path: Path | None = None) -> Model:
 def _json(file: Path, name: str) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Unsupported(
             f"{file.name} of {name} cannot be read ({error})", fix="download it again"
         ) from error

@@ -30,7 +30,7 @@ from outrider.doctor.pair import (
 )
 from outrider.doctor.server import Served, ask, check_server
 from outrider.doctor.tokens import check_tokens
-from outrider.errors import Unsupported, UsageError
+from outrider.errors import Unsupported, UsageError, reading
 from outrider.report import provenance
 from outrider.report.console import Exit, printable
 
@@ -81,6 +81,10 @@ class Report:
         }
 
 
+@reading(
+    "a model's config.json or a server's answer",
+    fix="download it again, or ask another server; `outrider --debug doctor ...` shows where",
+)
 def run(
     target: str | None,
     draft: str | None,

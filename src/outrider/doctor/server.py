@@ -98,7 +98,7 @@ def ask(url: str) -> Served:
     """Ask a server what it serves. Raises Unsupported if none answers, or no model server."""
     root = base_url(url if "://" in url else f"http://{url}").removesuffix("/v1")
     info = _get(root, "/model_info") or _get(root, "/get_model_info")
-    if isinstance(info, dict) and "model_path" in info:
+    if isinstance(info, dict) and info.get("model_path"):
         said = _get(root, "/server_info") or _get(root, "/get_server_info")
         arguments = said if isinstance(said, dict) else {}
         served = [info["model_path"], arguments.get("served_model_name")]
@@ -116,9 +116,9 @@ def ask(url: str) -> Served:
             f"what answers at {root} is no model server: neither /model_info nor /v1/models",
             fix="give the address of SGLang, vLLM or another server with OpenAI's API",
         )
-    if not found:
-        raise Unsupported(f"{root} serves no model", fix="wait until it has loaded one")
     names = [str(one[key]) for one in found for key in ("id", "root") if one.get(key)]
+    if not names:
+        raise Unsupported(f"{root} serves no model", fix="wait until it has loaded one")
     version = _get(root, "/version")
     is_vllm = found[0].get("owned_by") == "vllm" and isinstance(version, dict)
     versions = {"vllm": str(version.get("version"))} if is_vllm else {}
@@ -140,7 +140,7 @@ def _get(root: str, path: str) -> Any:
         raise Unsupported(
             f"no server answers at {root} ({reason})", fix="start it, or mend the address"
         ) from error
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from outrider.doctor.finding import Finding
+from outrider.errors import OTHER_FORM
 
 __all__ = ["BYTES", "Tensor", "read_header", "read_tensors"]
 
@@ -91,7 +92,7 @@ def read_header(file: Path) -> list[Tensor]:
                 end = max(end, last)
                 shape = tuple(int(length) for length in one["shape"])
                 tensors.append(Tensor(name, str(one["dtype"]), shape, last - first))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except OTHER_FORM as error:
         raise ValueError("has a broken header") from error
     if actual != 8 + length + end:
         raise ValueError(f"has {actual:,} bytes instead of {8 + length + end:,}")

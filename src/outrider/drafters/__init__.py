@@ -1,5 +1,6 @@
 """Drafters: what proposes tokens. None knows the engine it drafts for."""
 
+from outrider.drafters.ahead import AheadDrafter
 from outrider.drafters.guard import GuardedDrafter
 from outrider.drafters.model import DraftModel, ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -10,6 +11,7 @@ from outrider.drafters.suffix import SuffixDrafter
 
 __all__ = [
     "OURS",
+    "AheadDrafter",
     "DraftModel",
     "GuardedDrafter",
     "ModelDrafter",

@@ -7,6 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from outrider.core import Drafter, Unsupported
+from outrider.drafters.ahead import AheadDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -15,11 +16,12 @@ GROUP = "outrider.drafters"
 """The entry point group under which a package offers a drafter: name = "package.module:factory"."""
 
 OURS: Mapping[str, Callable[..., Drafter]] = {
+    "ahead": AheadDrafter,
     "ngram": NgramDrafter,
     "none": NoDrafter,
     "suffix": SuffixDrafter,
 }
-"""Those that come with Outrider and need no model."""
+"""Those that come with Outrider and need no model in this process."""
 
 
 def known_drafters(*others: str) -> dict[str, EntryPoint | None]:

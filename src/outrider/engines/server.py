@@ -26,7 +26,7 @@ from outrider.engines.base import (
     outrider_body,
     said,
 )
-from outrider.errors import Unsupported
+from outrider.errors import OTHER_FORM, Unsupported, reading
 
 __all__ = ["ServerEngine", "parse_metrics"]
 
@@ -60,7 +60,7 @@ class ServerEngine:
         self._base = f"{self.root}/v1"
         self._body = dict(body)
         self._model = str(self._body.pop("model", ""))
-        self._known = [str(model["id"]) for model in self._models()]
+        self._known = self._models()
         if self._model and self._model not in self._known:
             raise Unsupported(
                 f"{self.root} does not serve {self._model!r}",
@@ -68,10 +68,10 @@ class ServerEngine:
             )
         self._model = self._model or self._known[0]
 
-    def _models(self) -> list[dict[str, Any]]:
+    def _models(self) -> list[str]:
         try:
             with self._client(self._openai.OpenAI) as client:
-                found = [model.to_dict() for model in client.models.list().data]
+                found = [str(model.to_dict()["id"]) for model in client.models.list().data]
         except self._openai.APIConnectionError as error:
             raise Unsupported(
                 f"no server answers at {self.root} ({error.__cause__ or error})",
@@ -79,7 +79,7 @@ class ServerEngine:
             ) from error
         except (self._openai.AuthenticationError, self._openai.PermissionDeniedError) as error:
             raise Unsupported(f"{self.root} wants a key", fix="set OPENAI_API_KEY to it") from error
-        except (self._openai.APIError, ValueError, AttributeError, TypeError) as error:
+        except (self._openai.APIError, *OTHER_FORM) as error:
             raise Unsupported(
                 f"what answers at {self.root} does not speak OpenAI's API ({error!s:.200})",
                 fix="give the address of an OpenAI-compatible server",
@@ -157,13 +157,14 @@ class ServerEngine:
         create = client.chat.completions.create if query.chat else client.completions.create
         body = self._fields(query)
         started = time.perf_counter()
-        if not stream:
-            done = (await create(**body)).to_dict()
-            return _whole(done, started)
-        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-        reply = await create(stream=True, **body)
-        pieces = [(time.perf_counter(), piece.to_dict()) async for piece in reply]
-        return _streamed(pieces, started)
+        with reading(f"an answer of {self.root}", fix="look into its log"):
+            if not stream:
+                done = (await create(**body)).to_dict()
+                return _whole(done, started)
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+            reply = await create(stream=True, **body)
+            pieces = [(time.perf_counter(), piece.to_dict()) async for piece in reply]
+            return _streamed(pieces, started)
 
     def _fields(self, query: Query) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -251,7 +252,7 @@ def _whole(reply: dict[str, Any], started: float) -> Answer:
     tokens = _tokens(choice.get("logprobs"))
     count = (reply.get("usage") or {}).get("completion_tokens", len(tokens))
     arrivals = ((started, 0.0), (now, float(count)))
-    return Answer(text or "", tokens, count, choice.get("finish_reason"), arrivals)
+    return Answer(str(text or ""), tokens, int(count), choice.get("finish_reason"), arrivals)
 
 
 def _streamed(pieces: Sequence[tuple[float, dict[str, Any]]], started: float) -> Answer:

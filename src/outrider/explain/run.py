@@ -37,7 +37,7 @@ def run(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     walk = _walk(options, url, console)
-    text = json.dumps(walk.as_json(), indent=1, ensure_ascii=False)
+    text = json.dumps(walk.as_json(), indent=1)
     if as_json:
         sys.stdout.write(text + "\n")
     else:
@@ -72,7 +72,7 @@ def _walk(options: ExplainOptions, url: str | None, console: Console) -> Walk:
         )
     try:
         return make_walk(recording, decode, provenance())
-    except ValueError as error:
+    except (ValueError, LookupError) as error:
         raise Unsupported(
             str(error), fix="a busy server may have begun the request anew: ask again"
         ) from error

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from uuid import uuid4
 from pydantic import TypeAdapter, ValidationError
 
 from outrider.engines import authorization, base_url
-from outrider.errors import Unsupported, UsageError
+from outrider.errors import Unsupported, UsageError, reading
 from outrider.explain.recording import (
     TOP,
     Decode,
@@ -51,13 +51,13 @@ class Server:
         with self.open(path, body) as reply, self.listening():
             try:
                 return json.loads(reply.read())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise self._wrong(f"answers no JSON at {path}") from error
 
     def info(self) -> dict[str, Any]:
         """Return SGLang's settings. Raises Unsupported if it is somebody else's server."""
         about = self.ask("/server_info")
-        if not isinstance(about, dict) or "model_path" not in about:
+        if not isinstance(about, dict) or not isinstance(about.get("model_path"), str):
             raise self._wrong("is no SGLang server")
         return about
 
@@ -66,8 +66,11 @@ class Server:
         if not lists:
             return []
         body = {"tokens": [list(ids) for ids in lists], "skip_special_tokens": False}
-        texts = self.ask("/detokenize", body)["text"]
-        return [str(text) for text in texts]
+        with _reading(self):
+            texts = [str(text) for text in self.ask("/detokenize", body)["text"]]
+        if len(texts) != len(lists):
+            raise self._wrong(f"spells {len(texts)} texts of {len(lists)}")
+        return texts
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -105,9 +108,18 @@ class Server:
         )
 
 
+def _reading(server: Server) -> AbstractContextManager[None]:
+    return reading(f"what {server.url} says", fix="give the URL of an SGLang server with Outrider")
+
+
 def record(options: ExplainOptions, url: str, on_tokens: OnTokens) -> tuple[Recording, Decode]:
     """Return the generation and how to spell its tokens. Ctrl-C ends it early, not in vain."""
     server = Server(url)
+    with _reading(server):
+        return _record(server, options, on_tokens), server.decode
+
+
+def _record(server: Server, options: ExplainOptions, on_tokens: OnTokens) -> Recording:
     about = server.info()
     recording = Recording(*_prompt(server, about, options))
     recording.settings = _settings(about, options)
@@ -139,14 +151,14 @@ def record(options: ExplainOptions, url: str, on_tokens: OnTokens) -> tuple[Reco
     recording.seconds = time.perf_counter() - started
     if not interrupted:
         recording.finish_reason = (meta.get("finish_reason") or {}).get("type", "stop")
-    recording.output_ids, recording.steps = ids, _steps(ids[0], meta.get(STEPS, ()))
+    recording.output_ids, recording.steps = _ids(ids), _steps(ids[0], meta.get(STEPS, ()))
     recording.logprobs = [
-        Logprobs(token[0], tuple((one[1], one[0]) for one in top or ()))
+        Logprobs(float(token[0]), tuple((int(one[1]), float(one[0])) for one in top or ()))
         for token, top in zip(
             meta.get("output_token_logprobs", ()), meta.get("output_top_logprobs", ()), strict=False
         )
     ]
-    return recording, server.decode
+    return recording
 
 
 def _listen(server: Server, body: dict[str, Any], on_tokens: OnTokens) -> tuple[bytes, bool]:
@@ -176,7 +188,7 @@ def _listen(server: Server, body: dict[str, Any], on_tokens: OnTokens) -> tuple[
 def _read(server: Server, piece: bytes) -> dict[str, Any]:
     try:
         reply: dict[str, Any] = json.loads(piece)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Unsupported(f"{server.url} says nothing that can be read", fix="ask again") from error
     if "error" in reply:
         raise Unsupported(f"{server.url} refuses", fix=_message(piece))
@@ -203,7 +215,7 @@ def _prompt(
         text = _chat_prompt(options.target or about["tokenizer_path"], text)
     # a template has brought its special tokens
     body = {"prompt": text, "add_special_tokens": not options.chat}
-    ids = server.ask("/tokenize", body)["tokens"]
+    ids = _ids(server.ask("/tokenize", body)["tokens"])
     if not ids:
         raise UsageError("an empty prompt", fix="give at least one token to go on from")
     return text, ids
@@ -252,6 +264,10 @@ def _settings(about: dict[str, Any], options: ExplainOptions) -> dict[str, Any]:
         "temperature": options.temperature,
         "seed": options.seed if options.temperature else None,
     }
+
+
+def _ids(told: Any) -> list[int]:
+    return TypeAdapter(list[int]).validate_python(told, strict=True)
 
 
 def _steps(first: int, told: Any) -> list[StepRecord]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import IntEnum
 
 from rich.console import Console
+from rich.text import Text
 
-__all__ = ["CONTROLS", "Exit", "complain", "printable"]
+__all__ = ["CONTROLS", "Exit", "complain", "printable", "words"]
 
 
 class Exit(IntEnum):
@@ -21,10 +22,16 @@ class Exit(IntEnum):
 
 
 CONTROLS: dict[int, int] = {code: 0x2400 + code for code in range(32)} | {127: 0x2421}
-# the terminal commands of ISO 6429's second half, and what turns the direction of text
-_HIDDEN = (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+# the terminal commands of ISO 6429's second half, what turns the direction of text, and halves of
+# surrogate pairs, which cannot be written
+_HIDDEN = (
+    *range(0x80, 0xA0),
+    *range(0x202A, 0x202F),
+    *range(0x2066, 0x206A),
+    *range(0xD800, 0xE000),
+)
 CONTROLS |= dict.fromkeys(_HIDDEN, ord("\N{REPLACEMENT CHARACTER}"))
-"""Characters that would steer a terminal, and what is shown for them."""
+"""Characters that would steer a terminal or stop it, and what is shown for them."""
 
 _KEEP_LINES = {code: mark for code, mark in CONTROLS.items() if code not in (9, 10)}
 
@@ -32,6 +39,11 @@ _KEEP_LINES = {code: mark for code, mark in CONTROLS.items() if code not in (9, 
 def printable(text: str) -> str:
     """Return what a model, a server or a file says so that it cannot steer a terminal."""
     return text.translate(_KEEP_LINES)
+
+
+def words(text: object) -> Text:
+    """Return the same for a table or a line of rich's: their brackets are no markup."""
+    return Text(printable(str(text)))
 
 
 def complain(console: Console, error: BaseException | str) -> None:

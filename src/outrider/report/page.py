@@ -9,6 +9,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any, Literal
 
+from outrider.report.console import printable
+
 __all__ = ["Page", "State", "table"]
 
 State = Literal["good", "bad", "other"]
@@ -55,23 +57,22 @@ class Page:
         self.add("</dl>")
 
     def html(self) -> str:
-        """Return the whole page."""
+        """Return the whole page, without control characters."""
         style = files("outrider.report").joinpath("page.css").read_text(encoding="utf-8")
-        return "\n".join(
-            [
-                "<!doctype html>",
-                '<html lang="en"><head><meta charset="utf-8">',
-                '<meta name="viewport" content="width=device-width, initial-scale=1">',
-                '<meta name="color-scheme" content="light dark">',
-                f"<title>{escape(self.tool)}: {escape(self.verdict)}</title>",
-                f"<style>{style}{self.style}</style></head><body><main>",
-                f'<header class="{self.state}"><p>{escape(self.tool)}</p>',
-                f"<h1>{escape(self.verdict)}</h1>",
-                f"<p>{escape(self.subtitle)}</p></header>",
-                *self.parts,
-                "</main></body></html>\n",
-            ]
-        )
+        lines = [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="color-scheme" content="light dark">',
+            f"<title>{escape(self.tool)}: {escape(self.verdict)}</title>",
+            f"<style>{style}{self.style}</style></head><body><main>",
+            f'<header class="{self.state}"><p>{escape(self.tool)}</p>',
+            f"<h1>{escape(self.verdict)}</h1>",
+            f"<p>{escape(self.subtitle)}</p></header>",
+            *self.parts,
+            "</main></body></html>\n",
+        ]
+        return printable("\n".join(lines))
 
 
 def table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 
 __all__ = ["KERNELS", "Parts"]
 
-FORMAT = 1
+FORMAT = 2
 """Of a part's document. Another one is not read."""
 
 
@@ -48,14 +49,15 @@ class Parts:
         return self._folder / (re.sub(r"\W+", "-", name) + suffix)
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Return what a finished part found, or None if it is to be done."""
+        """Return what a finished part found, or None if it is missing, stale or damaged."""
         try:
             document = json.loads(self.path(name).read_text(encoding="utf-8"))
             same = document["made_with"] == self._made_with(name)
             found: dict[str, Any] = document["found"]
-        except (OSError, ValueError, LookupError, TypeError):
+            whole = document["sha256"] == _digest(found)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
-        return found if same and isinstance(found, dict) else None
+        return found if same and whole else None
 
     def is_stale(self, name: str) -> bool:
         """Return whether there is a part, and it cannot be used."""
@@ -63,7 +65,11 @@ class Parts:
 
     def put(self, name: str, found: Mapping[str, Any]) -> None:
         """Keep what a part found, whole or not at all."""
-        document = {"made_with": self._made_with(name), "found": found}
+        document = {"made_with": self._made_with(name), "sha256": _digest(found), "found": found}
         unfinished = self.path(name, ".unfinished")
-        unfinished.write_text(json.dumps(document, ensure_ascii=False) + "\n", encoding="utf-8")
+        unfinished.write_text(json.dumps(document) + "\n", encoding="utf-8")
         unfinished.replace(self.path(name))
+
+
+def _digest(found: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()

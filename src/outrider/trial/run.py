@@ -232,7 +232,7 @@ def _server_part(
 
 def _write(trial: Trial, as_json: bool, console: Console) -> None:
     out: Path = trial.wanted.out
-    text = json.dumps(trial.as_json(), indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(trial.as_json(), indent=1) + "\n"
     (out / "server.json").write_text(text, encoding="utf-8")
     (out / "server.html").write_text(page(trial), encoding="utf-8")
     if as_json:

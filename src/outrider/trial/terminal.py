@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.report.console import Exit, complain, printable
+from outrider.report.console import Exit, complain, printable, words
 from outrider.trial.ask import Ticker
 from outrider.trial.parts import KERNELS, Parts
 from outrider.trial.plan import SIDES, minutes, part_name
@@ -27,7 +27,7 @@ def announce(trial: Trial, parts: Parts, console: Console) -> None:
     for pair in trial.pairs:
         what = f"skipped: {pair.skip}" if pair.skip else "bare SGLang, then SGLang with Outrider"
         states = [] if pair.skip else [_state(parts, part_name(pair, side)) for side in SIDES]
-        rows.add_row(pair.name, what, ", ".join(dict.fromkeys(filter(None, states))))
+        rows.add_row(pair.name, words(what), ", ".join(dict.fromkeys(filter(None, states))))
     console.print(rows)
     names = [part_name(pair, side) for pair in trial.pairs if not pair.skip for side in SIDES]
     left = [name for name in names if parts.get(name) is None]
@@ -70,7 +70,7 @@ def progress(name: str, console: Console) -> Iterator[Ticker]:
 def show(trial: Trial, console: Console) -> None:
     """Print the kernels' verdict, a line for each pair and concurrency, and the verdict."""
     if trial.kernels is not None:
-        console.print(f"kernels: {trial.kernels['verdict']}")
+        console.print(words(f"kernels: {trial.kernels['verdict']}"))
     for name, judged in trial.judged.items():
         console.print(printable(f"{name}: {judged.verdict}"), markup=False)
     rows = Table(box=None, pad_edge=False)

@@ -39,18 +39,30 @@ def logs(tmp_path_factory):
     return tmp_path_factory.mktemp("servers")
 
 
+@pytest.fixture(scope="session")
+def forks(logs):
+    """What servers of tests are forked from."""
+    from forkserver import ForkServers
+
+    servers = ForkServers(logs)
+    yield servers
+    servers.close()
+
+
 @pytest.fixture(scope="module")
-def launch(logs):
+def launch(logs, forks):
     """Return a function that starts a server: it answers after `wait`, or as a context.
 
+    It is forked, unless `plain` asks for a start as users do it, with new interpreters.
     It ends with the file that started it: even an idle one takes time from the others.
     """
     from server import Server
 
     started = []
 
-    def start(name: str, model: Path, *flags: str, **environment: str) -> Server:
-        server = Server(model, *flags, log=logs / f"{name}.log", **environment)
+    def start(name: str, model: Path, *flags: str, plain=False, **environment: str) -> Server:
+        by = None if plain else forks
+        server = Server(model, *flags, log=logs / f"{name}.log", forks=by, **environment)
         started.append(server)
         return server
 

@@ -43,7 +43,7 @@ class TinyModel:
         self.k, self.v = torch.randn(2, VOCAB, KV_HEADS, DIM, generator=made)
         self.head = torch.randn(width, VOCAB, generator=made)
         self.backend, self.pool = backend, Pool(slots)
-        backend._pool = self.pool
+        backend.token_to_kv_pool = self.pool
         self.layer = SimpleNamespace(
             **{"tp_q_head_num": KV_HEADS * GROUP, "qk_head_dim": DIM, "layer_id": 0},
             **{"scaling": DIM**-0.5, "k_scale": None, "v_scale": None, "k_scale_float": None},

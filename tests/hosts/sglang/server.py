@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import socket
@@ -17,6 +18,9 @@ from pathlib import Path
 
 import psutil
 import requests
+from forkserver import Forked, ForkServers
+
+logger = logging.getLogger(__name__)
 
 
 def unused_models() -> str:
@@ -52,9 +56,20 @@ def free_port() -> int:
 
 
 class Server:
-    """One server, with its log. `flags` are SGLang's own."""
+    """One server, with its log. `flags` are SGLang's own.
 
-    def __init__(self, model: Path, *flags: str, log: Path, command=None, **environment: str):
+    forks: who starts it; without, or if that fails, it starts as servers do
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        log: Path,
+        command: list[str] | None = None,
+        forks: ForkServers | None = None,
+        **environment: str,
+    ):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -63,9 +78,17 @@ class Server:
         env = {**os.environ, **ENVIRONMENT, **environment}
         env.setdefault("OMP_NUM_THREADS", "1")
         env.pop("PYTHONDONTWRITEBYTECODE", None)
+        arguments = [*where, *CPU, *flags]
+        self.process: subprocess.Popen[bytes] | Forked
+        if forks:
+            try:
+                self.process = forks.start(arguments, env, log)
+                return
+            except OSError as error:
+                logger.warning("%s is not forked: %r", log.stem, error)
         with log.open("w") as out:
             self.process = subprocess.Popen(
-                [*start, *where, *CPU, *flags], stdout=out, stderr=subprocess.STDOUT, env=env
+                [*start, *arguments], stdout=out, stderr=subprocess.STDOUT, env=env
             )
 
     def wait(self) -> Server:
@@ -167,7 +190,9 @@ class Server:
             if not self.running_requests():
                 break
             time.sleep(0.2)
-        time.sleep(1.5)
+        # each answer is of another turn of the scheduler's loop: it has counted before the last
+        for _ in range(4):
+            self.ask_for("/get_server_info")
         assert self.process.poll() is None, self.tail()
         assert session().post(self.url + "/flush_cache", timeout=30).ok, self.tail()
         answer = self.post("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 2}})

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import tiny_models
 import workload
 
 from outrider.hosts.sglang import settings
@@ -61,6 +62,65 @@ TRAFFIC = {
         "test_distribution.py"
     ),
 }
+NOT_SERVED = (
+    (
+        "pipeline parallelism",
+        "SGLang itself refuses it with any speculation: `server_args.py:6786`",
+        "drafts would have to be at the first stage before the last one has sampled",
+    ),
+    (
+        "DP attention",
+        "ranks whose passes differ in rows run in step, padded for SGLang's own algorithms only",
+        "tell all ranks the rows of each pass before its launch, idle ones too",
+    ),
+    (
+        "disaggregation",
+        "the cache is sent by RDMA or between GPUs",
+        "the decode server sees no prompt pass: its draft model and heads would read prompts anew",
+    ),
+    (
+        "hierarchical cache",
+        "copies are kernels for a GPU: `mem_cache/memory_pool_host.py:47`",
+        "what a draft model and heads keep in a slot is not copied: it must be marked as unread",
+    ),
+    (
+        "windows in a cache of their own (gpt-oss, Llama 4, Gemma 4)",
+        "gpt-oss asks for attention backends of GPUs: `server_args.py:1911`",
+        "free what left the window before slots are reserved; our own attention lacks sinks and "
+        "the second table of slots",
+    ),
+    (
+        "MLA with `--attention-backend outrider`",
+        "SGLang's other backends without AMX read prompts with keys that the cache does not have, "
+        "outside the deterministic mode: `attention_backend_handler.py:164`",
+        "rows are decode rows, which any MLA backend of SGLang takes; our own kernels have no tile "
+        "for 576 dimensions",
+    ),
+    (
+        "LoRA adapters",
+        "memory is pinned, which asks for a GPU: `lora/lora.py:427`; the test leaves that out",
+        "served in 0.5.23: each row has its request's adapter. No draft model beside them. "
+        "0.5.11 allows adapters with NGRAM only: `server_args.py:7003`",
+    ),
+    (
+        "quantized targets (FP8, INT8)",
+        "needs AMX: `layers/quantization/fp8.py:466`, `w8a8_int8.py:162`",
+        "served, with the kernels of plain decoding; whether those give a row the same bits beside "
+        "others is for `outrider audit` to find",
+    ),
+    (
+        "8-bit cache (`--kv-cache-dtype fp8_e4m3`)",
+        "0.5.23 asks for AMX: `mem_cache/kv_cache_configurator.py:463`",
+        "served: rows are written and read as in plain decoding",
+    ),
+    (
+        "images and audio",
+        "not tried",
+        "a row needs its request's offset of positions (M-RoPE), and prompts are more than tokens",
+    ),
+)
+"""What does not run here: what, why not on CPU (lines are 0.5.11's), and what a GPU takes."""
+
 REQUESTS = {
     "`custom_params.outrider` that is not `{max_drafts, drafter, explain}`": (
         "says what is wrong with it"
@@ -126,6 +186,22 @@ def page() -> str:
             ],
         )
     )
+    parts.append("## Models and flags\n")
+    parts.append(
+        "Compared with bare SGLang in its deterministic mode, token for token, on tiny models of "
+        "these architectures with random weights. With pages, drafts are chains: a tree's slots "
+        "change places, and those of a page must not.\n"
+    )
+    files = "test_coverage.py"
+    rows = [
+        (
+            case.what,
+            f"`{files}`",
+            ", ".join(one for one in versions(files).split(", ") if one >= case.since),
+        )
+        for case in tiny_models.CASES.values()
+    ]
+    parts.append(table(("what", "tested in", "SGLang"), rows))
     parts.append("## Under traffic\n")
     rows = [(what, f"`{files}`", versions(files)) for what, files in TRAFFIC.items()]
     parts.append(table(("what", "tested in", "SGLang"), rows))
@@ -134,9 +210,12 @@ def page() -> str:
     parts.append(
         "Also models with sliding-window layers in a cache of their own, state-space layers, an "
         "encoder, multimodal input or n-gram embeddings; a draft model with another tokenizer; and "
-        "any other version of SGLang. On 0.5.11 `--disable-overlap-schedule`, on 0.5.23 "
+        "any other version of SGLang. On 0.5.11 `--disable-overlap-schedule` and LoRA, on 0.5.23 "
         "`OUTRIDER_REPAIR`.\n"
     )
+    parts.append("### What keeps the rest from running\n")
+    parts.append("Found by reading SGLang; lines are those of 0.5.11.\n")
+    parts.append(table(("what", "on CPU", "on a GPU"), list(NOT_SERVED)))
     parts.append("## Refused with 400\n")
     parts.append(table(("request", "why"), list(REQUESTS.items())))
     parts.append("## Served without drafts, and counted\n")

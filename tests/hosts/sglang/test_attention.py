@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from sglang.srt.layers.radix_attention import AttentionType
 
-from outrider.hosts.sglang.attention import _batches, _Run, _sdpa
+from outrider.core import Unsupported
+from outrider.hosts.sglang.attention import OutriderAttention, _batches, _Run, _sdpa, causal_types
+from outrider.hosts.sglang.host import host
 from outrider.kernels.paged_attention import Past, tree_pasts
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
@@ -68,3 +73,48 @@ def test_a_tree_taken_for_a_chain_is_noticed(world):
     ]  # fmt: skip
     batches = _batches([_Run.of(pasts) for pasts in chains])
     assert furthest(world, _sdpa(q, k, v, batches, 0.25)) > 1e-2
+
+
+class Sinks(torch.nn.Module):
+    sinks = None
+
+
+def runner(model=None, is_mla=False, **config):
+    known = {"is_encoder_decoder": False, "is_multimodal": False, "hf_text_config": None}
+    return SimpleNamespace(
+        server_args=SimpleNamespace(enable_deterministic_inference=False),
+        use_mla_backend=is_mla,
+        model=model or torch.nn.Module(),
+        model_config=SimpleNamespace(**{**known, **config}),
+        token_to_kv_pool=None,
+        req_to_token_pool=SimpleNamespace(req_to_token=None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"model": torch.nn.Sequential(Sinks())}, "attention sinks"),
+        ({"is_mla": True}, "MLA"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({}, None),
+    ],
+)
+def test_what_it_does_not_compute_is_refused(asked, said, monkeypatch):
+    monkeypatch.setattr(type(host()), "arguments", lambda self, args: args)
+    if said is None:
+        OutriderAttention(runner(**asked))
+        return
+    with pytest.raises(Unsupported, match=said):
+        OutriderAttention(runner(**asked))
+
+
+@pytest.mark.parametrize(
+    ("config", "may"),
+    [({}, True), ({"is_multimodal": True}, False),
+     ({"hf_text_config": SimpleNamespace(use_bidirectional_attention=True)}, False)],
+)  # fmt: skip
+def test_layers_that_may_look_ahead_are_refused_where_they_do(config, may):
+    found = causal_types(runner(**config).model_config)
+    assert AttentionType.DECODER in found
+    assert (AttentionType.DECODER_BIDIRECTIONAL in found) == may

@@ -31,7 +31,7 @@ WISHES = {
 @pytest.fixture(scope="module")
 def server(launch, model_dir, noisy, tmp_path_factory):
     """Return a server of two ranks; its draft model drafts trees."""
-    model = model_dir("stories15m")
+    model = model_dir("stories260k")
     draft = ["--speculative-draft-model-path", str(noisy(model))]
     profile = {"drafter": "model", "drafters": parity.DRAFTERS, "max_drafts": USUAL}
     path = tmp_path_factory.mktemp("profile") / "profile.yaml"

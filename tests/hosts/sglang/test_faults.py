@@ -134,6 +134,22 @@ def test_malformed_custom_params(server, plain):
     server.settle_down()
 
 
+def _use(server):
+    server.ask("/generate", body(workload.OPENINGS[0]))
+    server.settle_down()
+
+
+def test_twin_a_lost_slot_is_found(launch, model_dir, profile, tmp_path):
+    """SGLang counts its slots when it is idle, and `settle_down` waits for that."""
+    environment = {"OUTRIDER_TEST_FAULT": "leak", "OUTRIDER_TEST_PASSES": str(tmp_path / "on")}
+    environment |= profile(drafter="wrong")
+    with launch("leak", model_dir(MODEL), *FLAGS, **environment) as server:
+        (tmp_path / "on").touch()
+        with pytest.raises((AssertionError, requests.RequestException)):
+            _use(server)
+    assert "memory leak detected" in server.log.read_text()
+
+
 @pytest.mark.parametrize("fault", ["oom", "nan"])
 def test_broken_draft_model(fault, launch, model_dir, profile, plain):
     """The draft model runs out of memory, or computes what is not a number, now and then."""

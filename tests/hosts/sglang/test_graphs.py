@@ -25,6 +25,7 @@ def backend(monkeypatch):
     monkeypatch.setattr(attention_triton, "paged_attention", graphs.attend)
     config = SimpleNamespace(
         **{"is_encoder_decoder": False, "v_head_dim": graphs.DIM, "head_dim": graphs.DIM},
+        **{"is_multimodal": False, "hf_text_config": None},
         num_attention_heads=graphs.KV_HEADS * graphs.GROUP,
         get_num_kv_heads=lambda tp: graphs.KV_HEADS,
     )
@@ -33,6 +34,7 @@ def backend(monkeypatch):
         SimpleNamespace(
             server_args=SimpleNamespace(enable_deterministic_inference=True),
             use_mla_backend=False,
+            model=torch.nn.Module(),
             model_config=config,
             token_to_kv_pool=None,
             req_to_token_pool=SimpleNamespace(req_to_token=slots.view(LINES, WIDTH).int()),

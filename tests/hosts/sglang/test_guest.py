@@ -62,7 +62,8 @@ def test_not_chosen_nothing_changes(version, launch, model_dir):
     seen = []
     for plugins in ("none", "outrider"):
         options = {"SGLANG_PLUGINS": plugins, **environment(version)}
-        with launch(f"guest-{version}-{plugins}", model_dir("tiny-target"), *FLAGS, **options) as s:
+        name, model = f"guest-{version}-{plugins}", model_dir("tiny-target")
+        with launch(name, model, *FLAGS, plain=True, **options) as s:
             seen.append(behaviour(s))
         log = s.log.read_text(errors="replace")
         assert not re.search(r"Failed to (load|execute|apply)", log), s.tail()

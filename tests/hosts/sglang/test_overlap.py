@@ -234,28 +234,62 @@ def test_a_trees_path_is_put_in_order(monkeypatch):
     assert not table[0].any()
 
 
-def test_near_the_end_of_the_context_no_slot_lies_beyond_the_line(monkeypatch):
+class Slots:
+    """A table of 3 requests with so many cached tokens, and an allocator of pages."""
+
+    def __init__(self, monkeypatch, page_size, lengths, width):
+        self.page_size, self.taken = page_size, 0
+        self.req_to_token = torch.zeros(3, width, dtype=torch.int32)
+        monkeypatch.setattr(type(host()), "take_slots", lambda _, cache, count: self.take(count))
+        for row, length in enumerate(lengths):
+            pages = self.take(-(-length // page_size) * page_size)
+            self.req_to_token[row, :length] = pages[:length]
+        monkeypatch.setattr(type(host()), "slots_per_step", lambda self: 13)
+        self.reqs = [
+            request(n, kv_allocated_len=n, kv_committed_len=n, decode_batch_idx=0).req
+            for n in lengths
+        ]
+
+    def take(self, count):
+        assert count % self.page_size == 0
+        self.taken += count
+        return torch.arange(self.taken - count, self.taken) + self.page_size
+
+    def write(self, index, values):
+        self.req_to_token[index] = values
+
+    def prepare(self):
+        lens = torch.tensor([req.kv_committed_len for req in self.reqs])
+        batch = SimpleNamespace(
+            reqs=self.reqs, req_to_token_pool=self, token_to_kv_pool_allocator=self, device="cpu",
+            tree_cache=None, req_pool_indices=torch.arange(3), seq_lens_cpu=lens,
+        )  # fmt: skip
+        NextDraft(lens, lens).prepare_for_decode(batch)
+        return [req.kv_allocated_len for req in self.reqs]
+
+
+@pytest.mark.parametrize(("size", "lens"), [(1, [36, 40, 40]), (4, [36, 40, 40]), (16, [40] * 3)])
+def test_near_the_end_of_the_context_no_slot_lies_beyond_the_line(size, lens, monkeypatch):
     """2 (K + 1) slots are reserved ahead, and a line has 4 + K columns after the context."""
-    written = []
-
-    def write(batch, owner, position):
-        written.extend(zip(owner.tolist(), position.tolist(), strict=True))
-
-    monkeypatch.setattr(flights, "write_slots", write)
-    monkeypatch.setattr(type(host()), "slots_per_step", lambda self: 13)
-    reqs = [
-        request(n, kv_allocated_len=n, kv_committed_len=n, decode_batch_idx=0).req
-        for n in (10, 30, 40)
-    ]
-    table = SimpleNamespace(req_to_token=torch.zeros(3, 40))
-    batch = SimpleNamespace(
-        reqs=reqs, req_to_token_pool=table, device="cpu", seq_lens_cpu=torch.tensor([10, 30, 40])
-    )
-    NextDraft(torch.tensor([10, 30, 40]), batch.seq_lens_cpu).prepare_for_decode(batch)
-    assert [req.kv_allocated_len for req in reqs] == [36, 40, 40]
+    slots = Slots(monkeypatch, size, (10, 30, 40), 40)
+    assert slots.prepare() == lens
     ahead = host().claims_ahead
-    assert [req.kv_committed_len for req in reqs] == [10 + ahead, 30 + ahead, 40 + ahead]
-    assert written == [(0, p) for p in range(10, 36)] + [(1, p) for p in range(30, 40)]
+    assert [req.kv_committed_len for req in slots.reqs] == [10 + ahead, 30 + ahead, 40 + ahead]
+    assert [int((row > 0).sum()) for row in slots.req_to_token] == lens
+
+
+@pytest.mark.parametrize("size", [1, 4, 16, 64])
+def test_a_page_holds_positions_of_one_request_in_their_order(size, monkeypatch):
+    slots, seen = Slots(monkeypatch, size, (7, 16, 33), 256), {}
+    for _ in range(8):
+        lens = slots.prepare()
+        for req in slots.reqs:
+            req.kv_committed_len += 5
+    assert slots.taken == sum(-(-n // size) * size for n in lens), "as many pages as it takes"
+    for row, length in enumerate(lens):
+        for position, slot in enumerate(slots.req_to_token[row, :length].tolist()):
+            assert slot % size == position % size
+            assert seen.setdefault(slot // size, (row, position // size)) == (row, position // size)
 
 
 # -- on a real server

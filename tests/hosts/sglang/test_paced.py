@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -222,15 +220,13 @@ def paced(launch, model, tmp_path_factory):
         (folder / "device.json").write_text(json.dumps(setting))
         size = ("--max-running-requests", "8", "--max-total-tokens", "40000")
         size += ("--mem-fraction-static", "0.1", "--context-length", "4096")
-        path = os.pathsep.join([str(Path(__file__).parent / "site"), os.environ["PYTHONPATH"]])
         server = launch(
-            name, model, *FLAGS, *size, *flags, PYTHONPATH=path,
+            name, model, *FLAGS, *size, *flags,
             **{VARIABLE: str(folder / "device.json")}, **environment,
         )  # fmt: skip
         server.passes = folder / "passes.jsonl"
         return server
 
-    os.environ.setdefault("PYTHONPATH", "")
     return start
 
 

@@ -32,11 +32,14 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, profile, record_property):
-    """Bare SGLang as it comes, without our plugin, against OUTRIDER with n-grams."""
+    """Bare SGLang as it comes, without our plugin, against OUTRIDER with n-grams.
+
+    Outrider's server starts as users start it.
+    """
     model = model_dir(name)
     bare = launch(f"{name}-stock", model, *parity.BARE, *parity.STOCK, SGLANG_PLUGINS="none")
     flags = [*parity.TIGHT, *parity.STOCK, *parity.OUTRIDER]
-    ours = launch(f"{name}-ngram", model, *flags, **profile(drafter="ngram"))
+    ours = launch(f"{name}-ngram", model, *flags, plain=True, **profile(drafter="ngram"))
     wishes = workload.make(workload.greedy(name), count, 1, max_new, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_greedy(bare, ours, wishes)

@@ -136,11 +136,10 @@ def arguments(**asked):
 
 REFUSED = {
     "--pp-size": {"pp_size": 2},
-    "--page-size": {"page_size": 16},
     "--disaggregation-mode": {"disaggregation_mode": "decode"},
     "--enable-dp-attention": {"enable_dp_attention": True},
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
-    "LoRA": {"lora_paths": ["adapter"]},
+    "LoRA": {"lora_paths": ["adapter"], "speculative_draft_model_path": "model"},
     "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
     "--enable-pdmux": {"enable_pdmux": True},
     "--enable-hisparse": {"enable_hisparse": True},
@@ -276,7 +275,8 @@ def test_a_draft_model_of_another_family_is_refused(model_dir):
 def test_what_is_wrong_is_the_last_line(launch, tmp_path):
     (tmp_path / "profile.yaml").write_text("drafter: sufix")
     flags = ["--speculative-algorithm", "OUTRIDER"]
-    server = launch("misspelt", TINY, *flags, OUTRIDER_CONFIG=str(tmp_path / "profile.yaml"))
+    environment = {"OUTRIDER_CONFIG": str(tmp_path / "profile.yaml")}
+    server = launch("misspelt", TINY, *flags, plain=True, **environment)
     assert server.process.wait(120) == 1
     *_, last = server.log.read_text().splitlines()
     assert last.startswith("outrider: drafter 'sufix'; choose one of")

@@ -14,7 +14,7 @@ import workload
 from parity import COMMON, DETERMINISTIC, OUTRIDER
 from server import session
 
-MODEL = "stories15m"
+MODEL = "stories260k"
 FLUSH, DRAFTS = 3, 5
 FLAGS = [*COMMON, *DETERMINISTIC, *OUTRIDER, "--max-total-tokens", "2048"]
 KINDS = {
@@ -22,7 +22,7 @@ KINDS = {
     "whole chunks": {"max_new_tokens": 13 * FLUSH},
     "one token": {"max_new_tokens": 1},
     "seeded": {"temperature": 0.8, "sampling_seed": 7},
-    "stop ids": {"stop_token_ids": [29889]},
+    "stop ids": {"stop_token_ids": [workload.PERIOD[MODEL]]},
     "stop strings": {"stop": ["little girl", " went to the park", "happy.", ". She", "8"]},
     "kept stop string": {"stop": ["was", " to"], "no_stop_trim": True},
     "its own interval": {"stream_interval": 7},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from outrider.core import Unsupported
 from outrider.hosts.sglang import attention_triton
 from outrider.hosts.sglang.host import host
 
+TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
 FLAGS = [
     *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
     *("--max-total-tokens", "1024", "--max-running-requests", "4", "--context-length", "256"),
@@ -23,11 +25,10 @@ FLAGS = [
 
 
 @pytest.fixture(scope="module")
-def server(launch, model_dir, noisy, profile):
-    model = model_dir("stories15m")
-    draft = ["--speculative-draft-model-path", str(noisy(model))]
+def server(launch, profile):
+    draft = ["--speculative-draft-model-path", str(TINY / "draft")]
     kernels = {"OUTRIDER_KERNELS": "triton", "TRITON_INTERPRET": "1", **profile(drafter="model")}
-    return launch("triton", model, *FLAGS, *draft, **kernels).wait()
+    return launch("triton", TINY / "target", *FLAGS, *draft, **kernels).wait()
 
 
 def ask(server, i: int, **wishes):
@@ -57,6 +58,7 @@ def backend(monkeypatch):
     monkeypatch.setattr(type(host()), "attention_tp_size", lambda self: 1)
     config = SimpleNamespace(
         is_encoder_decoder=False,
+        **{"is_multimodal": False, "hf_text_config": None},
         v_head_dim=64,
         head_dim=64,
         num_attention_heads=8,
@@ -67,6 +69,7 @@ def backend(monkeypatch):
         SimpleNamespace(
             server_args=SimpleNamespace(enable_deterministic_inference=True),
             use_mla_backend=False,
+            model=torch.nn.Module(),
             model_config=config,
             token_to_kv_pool=None,
             req_to_token_pool=SimpleNamespace(req_to_token=lines),

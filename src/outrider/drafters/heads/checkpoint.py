@@ -68,7 +68,10 @@ def load_head(
     size = head_shape(config, path, kind)
     layers = head_layers(config, num_layers, kind)
     given = _weights(path, _names_of(kind, within))
-    head = _make(kind, config, size, layers, given, path)
+    if size.num_layers > len(given):
+        raise Unsupported(f"the head at {path} lacks most of its layers", fix=AGAIN)
+    with torch.device("meta"):  # no memory is taken before all shapes are known to be right
+        head = _make(kind, config, size, layers, given, path)
     for name, shared in ((EMBEDDING, embedding), (LM_HEAD, lm_head)):
         if name not in given and shared is not None and _may_share(name, head, config):
             if shared.shape != (size.vocab_size, size.hidden_size):
@@ -78,7 +81,12 @@ def load_head(
                     fix=WRONG_TARGET,
                 )
             given[name] = shared
-    _fill(head, given, path)
+    _check(head, given, path)
+    if config.get("model_type") == "mimo" and kind == "mtp":
+        embedding_first(given)
+    head = _make(kind, config, size, layers, given, path)
+    for name, parameter in head.state_dict(keep_vars=True).items():
+        parameter.data = given[name] if name == "d2t" else given[name].to(parameter.dtype)
     return head.to(dtype or embedding.dtype).to(embedding.device).eval().requires_grad_(False)
 
 
@@ -108,8 +116,6 @@ def _make(
         return EagleHead(size, layers[0], bias="fc.bias" in given)
     if "eh_proj.weight" not in given:
         raise Unsupported(f"no MTP tensors in {path}", fix="name a directory that has them")
-    if config.get("model_type") == "mimo":
-        embedding_first(given)
     attention = "layer.self_attn."
     size = replace(
         size,
@@ -184,11 +190,11 @@ def _weights(path: Path, naming: Naming) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if name not in UNUSED}
 
 
-def _fill(head: AnyHead, given: dict[str, Tensor], path: Path) -> None:
-    """Give the head its weights. Every tensor must be there, be known, and have its shape."""
+def _check(head: AnyHead, given: dict[str, Tensor], path: Path) -> None:
+    """Refuse weights unless every tensor is there, is known, has its shape and is finite."""
     expected = head.state_dict()
     if "d2t" in expected and head.config.draft_vocab_size == head.config.vocab_size:
-        given.setdefault("d2t", expected["d2t"])
+        given.setdefault("d2t", torch.zeros(expected["d2t"].shape, dtype=torch.int64))
     missing = sorted(expected.keys() - given.keys())
     unknown = sorted(given.keys() - expected.keys())
     wrong = sorted(
@@ -204,9 +210,10 @@ def _fill(head: AnyHead, given: dict[str, Tensor], path: Path) -> None:
     if said:
         kinds = "a checkpoint of this kind, complete and not quantized"
         raise Unsupported(f"the {head.name} head at {path}: {'; '.join(said)}", fix=f"use {kinds}")
+    broken = sorted(name for name, tensor in given.items() if not tensor.isfinite().all())
+    if broken:
+        raise Unsupported(f"the head at {path}: NaN or infinity in {', '.join(broken)}", fix=AGAIN)
     if "d2t" in expected:
         reach = torch.arange(len(given["d2t"])) + given["d2t"]
         if ((reach < 0) | (reach >= head.config.vocab_size)).any():
             raise Unsupported(f"the head at {path}: d2t leaves the vocabulary", fix=AGAIN)
-    for name, parameter in head.state_dict(keep_vars=True).items():
-        parameter.data = given[name] if name == "d2t" else given[name].to(parameter.dtype)

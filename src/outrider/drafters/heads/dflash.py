@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.core import Unsupported
+from outrider.drafters.heads.formats import reading_config
 from outrider.drafters.heads.layers import (
     Attend,
     Attention,
@@ -69,6 +70,7 @@ class Block:
     mask_token_id: int
 
     @staticmethod
+    @reading_config
     def of(config: Mapping[str, Any], path: Path) -> Block:
         """Read it from a config.json. path: where it is, for messages"""
         nested = config.get("dflash_config") or {}
@@ -97,7 +99,8 @@ class DFlashHead(nn.Module):
 
     def __init__(self, config: HeadConfig, hidden_layers: Sequence[int], block: Block) -> None:
         super().__init__()
-        if not (block.size > 1 and 0 <= block.mask_token_id < config.vocab_size):
+        known = 0 <= block.mask_token_id < config.vocab_size
+        if not (known and 1 < block.size <= config.max_length):
             raise Unsupported(f"a DFlash head with {block}", fix="check its config.json")
         self.config, self.hidden_layers, self.block = config, tuple(hidden_layers), block
         size, eps = config.hidden_size, config.norm_eps

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.core import Unsupported
+from outrider.drafters.heads.formats import reading_config
 from outrider.drafters.heads.layers import (
     MLP,
     Attend,
@@ -52,6 +53,7 @@ class Eagle3Norms:
     norm_before_residual: bool = False
 
     @staticmethod
+    @reading_config
     def of(config: Mapping[str, Any]) -> Eagle3Norms:
         """Read them from a config.json."""
         nested = config.get("eagle_config") or {}

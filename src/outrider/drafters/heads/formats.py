@@ -16,6 +16,7 @@ from typing import Any
 
 from outrider.core import Unsupported
 from outrider.drafters.heads.layers import HeadConfig
+from outrider.errors import reading
 
 KINDS = ("eagle3", "mtp", "dflash", "eagle")
 MODEL = "model"
@@ -30,6 +31,10 @@ ARCHITECTURES = {
 }
 """Kinds by the architecture's name in SGLang's format."""
 
+_COMPLETE = "complete it from the head's page"
+reading_config = reading("config.json", fix=_COMPLETE)
+"""Refuses a config.json of another form, as a decorator of what reads it."""
+
 WRONG_TARGET = "use the head with the target that it was trained for"
 
 
@@ -37,13 +42,14 @@ def read_config(path: Path) -> dict[str, Any]:
     """Return the config.json of a directory."""
     try:
         found = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Unsupported(f"{path}: {error}", fix="name a directory with config.json") from None
     if not isinstance(found, dict):
         raise Unsupported(f"{path}/config.json is not an object", fix="name a model's directory")
     return found
 
 
+@reading_config
 def kind_of(config: Mapping[str, Any]) -> str:
     """Return what a config.json describes: one of KINDS, or "model" for a causal language model."""
     if SPECULATORS in config:
@@ -65,12 +71,14 @@ def kind_of(config: Mapping[str, Any]) -> str:
     return MODEL
 
 
+@reading_config
 def has_mtp(config: Mapping[str, Any]) -> bool:
     """Say whether the config.json of a target tells of an MTP layer among its weights."""
     inner = config.get("text_config") or config
     return any(inner.get(n) for n in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
 
 
+@reading_config
 def head_shape(config: Mapping[str, Any], path: str | Path, kind: str | None = None) -> HeadConfig:
     """Return the shape of a head.
 
@@ -89,8 +97,7 @@ def head_shape(config: Mapping[str, Any], path: str | Path, kind: str | None = N
     try:
         size = HeadConfig.of(shape)
     except KeyError as error:
-        fix = "complete it from the head's page"
-        raise Unsupported(f"{path}/config.json has no {error}", fix=fix) from None
+        raise Unsupported(f"{path}/config.json has no {error}", fix=_COMPLETE) from None
     if kind == "dflash":
         return replace(size, qk_norm=True)
     if kind != "mtp" and size.num_layers != 1:
@@ -105,6 +112,7 @@ def head_shape(config: Mapping[str, Any], path: str | Path, kind: str | None = N
     return replace(size, num_layers=1)
 
 
+@reading_config
 def head_layers(
     config: Mapping[str, Any], num_layers: int, kind: str | None = None
 ) -> tuple[int, ...]:

@@ -17,12 +17,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.core import Unsupported
+from outrider.errors import reading
 
 QWEN2 = ("qwen2", "mimo")
 """Model types whose queries, keys and values have a bias that config.json does not mention."""
 
 NEXT = ("qwen3_next", "qwen3_5")
 """Model types with gated attention, norms around 1, and a quarter of the dimensions turned."""
+
+
+_CHECK = "check its config.json"
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    *("max_length", "vocab_size", "draft_vocab_size", "num_layers"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,17 @@ class HeadConfig:
     def __post_init__(self) -> None:
         if not self.rotary_dim:
             object.__setattr__(self, "rotary_dim", self.head_dim)
+        for name in _SIZES:
+            size = getattr(self, name)
+            if type(size) is not int or not 0 < size < 2**31:
+                raise Unsupported(f"a head with {name} {size!r:.80}", fix=_CHECK)
+        for name in ("norm_eps", "theta"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise Unsupported(f"a head with {name} {value!r:.80}", fix=_CHECK)
+        if self.num_heads % self.num_kv_heads or self.rotary_dim % 2:
+            shape = f"{self.num_heads} heads, {self.num_kv_heads} of keys, {self.rotary_dim} turned"
+            raise Unsupported(f"a head with {shape}", fix=_CHECK)
 
     @staticmethod
     def of(found: dict[str, Any]) -> HeadConfig:
@@ -115,6 +134,7 @@ class RMSNorm(nn.Module):
         return self.weight * unit.to(x.dtype)
 
 
+@reading("rope_scaling of a head", fix=_CHECK)
 def frequencies(config: HeadConfig) -> Tensor:
     """Return the angle that each pair of dimensions turns by per position, [rotary_dim / 2]."""
     pairs = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim

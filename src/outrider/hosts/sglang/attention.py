@@ -38,14 +38,27 @@ def attention_backend(runner: Any) -> AttentionBackend:
     return OutriderAttention(runner)
 
 
+def causal_types(config: Any) -> tuple[AttentionType, ...]:
+    """Return the types of layers in which a row sees its past, and nothing else.
+
+    SGLang 0.5.11 calls all layers of Gemma 3 bidirectional: images are, and EmbeddingGemma's text.
+    """
+    may_look_ahead = getattr(config.hf_text_config, "use_bidirectional_attention", False)
+    if config.is_multimodal or may_look_ahead:
+        return (AttentionType.DECODER,)
+    return AttentionType.DECODER, AttentionType.DECODER_BIDIRECTIONAL
+
+
 class OutriderAttention(AttentionBackend):
     """Decode, verify and prefill over SGLang's paged cache."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
+        self._deterministic = host().arguments(runner.server_args).enable_deterministic_inference
         kinds = {
             "MLA": runner.use_mla_backend,
             "encoder-decoder models": runner.model_config.is_encoder_decoder,
+            "attention sinks": any(hasattr(module, "sinks") for module in runner.model.modules()),
         }
         for kind, is_so in kinds.items():
             if is_so:
@@ -53,8 +66,10 @@ class OutriderAttention(AttentionBackend):
                     f"the attention backend 'outrider' for {kind}",
                     fix="choose another --attention-backend",
                 )
-        self._deterministic = host().arguments(runner.server_args).enable_deterministic_inference
-        self._pool = runner.token_to_kv_pool
+        self._causal = causal_types(runner.model_config)
+        # in 0.5.23 models look for these two here
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
         self._req_to_token = runner.req_to_token_pool.req_to_token
         self._pasts: list[Past] = []
         self._batches: list[_Batch] = []
@@ -122,14 +137,14 @@ class OutriderAttention(AttentionBackend):
         **_: Any,
     ) -> Tensor:
         """Attend from each row to its past. q: [N, Hq * D] -> [N, Hq * Dv]."""
-        if layer.attn_type != AttentionType.DECODER or layer.is_cross_attention:
+        if layer.attn_type not in self._causal or layer.is_cross_attention:
             raise Unsupported(f"attention of type {layer.attn_type}", fix="use a decoder model")
         if layer.use_irope or layer.xai_temperature_len > 0:
             raise Unsupported(
                 "scores that change with the position (Llama 4, Grok)",
                 fix="choose another --attention-backend",
             )
-        pool = self._pool
+        pool = self.token_to_kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k, v, layer.k_scale, layer.v_scale)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)

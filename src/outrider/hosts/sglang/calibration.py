@@ -50,10 +50,10 @@ def calibrate(
     """
     drafters.wants_calibration = False
     pool, started = batch.token_to_kv_pool_allocator, time.perf_counter()
-    most = min(SIZES[-1], pool.available_size(), max_rows)
-    slots = pool.alloc(most)
-    if slots is None:
+    slots = pool.alloc(min(SIZES[-1], pool.available_size(), max_rows))
+    if slots is None or not len(slots):
         return
+    most = len(slots)  # of pages, only whole ones are given
     timing = _Timing(batch, plain, run, drafters, slots)
     try:
         timing.passes(1)  # warms up, and waits for what is queued

@@ -31,6 +31,7 @@ HOOKS: dict[str, str] = {
         "speculative_algorithm speculative_draft_model_path trust_remote_code kwargs"
     ),
     "arg_groups.boundary_reduction.resolve_boundary_reduction": "view",
+    "arg_groups.lora_hook.check_lora_speculative_compatibility": "server_args",
     "layers.sampler.murmur_hash32": "seed positions col_indices",
 }
 """What we hook, with its parameters."""

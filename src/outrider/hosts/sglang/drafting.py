@@ -18,6 +18,7 @@ from outrider.core import (
 )
 from outrider.drafters import (
     OURS,
+    AheadDrafter,
     GuardedDrafter,
     ModelDrafter,
     NoDrafter,
@@ -55,6 +56,7 @@ class Drafters:
     control: the drafter that chooses among the others, if requests may have it
     ranks: those that run the models
     models: the drafters that make passes
+    ahead: the drafters that ask a draft server
     fallbacks: requests that went without drafts for reasons outside the drafters
     wants_calibration: whether control should be told first how long passes take
     """
@@ -65,6 +67,7 @@ class Drafters:
     control: AdaptiveDrafter | None
     ranks: Ranks
     models: Sequence[ModelDrafter[Any]] = ()
+    ahead: Sequence[AheadDrafter] = ()
     readers: Sequence[tuple[SglangDraftModel | SlotHead, set[str]]] = ()
     fallbacks: Counter[str] = field(default_factory=Counter)
     wants_calibration: bool = False
@@ -88,6 +91,7 @@ class Drafters:
         control: AdaptiveDrafter | None = None
         guards: dict[str, GuardedDrafter] = {}
         models: list[ModelDrafter[Any]] = []
+        made: list[Drafter] = []
         ranks, heads = ranks or Ranks(), heads or {}
         ours = {name: head for name, head in heads.items() if head is not None}
         readers: list[tuple[SglangDraftModel | SlotHead, set[str]]] = []
@@ -137,13 +141,16 @@ class Drafters:
             except (TypeError, ValueError) as error:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
             guards[name] = GuardedDrafter(drafter, vocab_size, timeout)
+            made.append(drafter)
         if not IS_COMPILED:
             logger.warning(
                 "numba is not installed: looking drafts up takes about 100 times as long; "
                 "pip install 'outrider[fast]'"
             )
         router = RoutedDrafter(guards, _chosen) if ranks.leads else NoDrafter()
-        found = Drafters(router, guards, model, control, ranks, models, readers)
+        made += [] if control is None else control.free.values()
+        ahead = [drafter for drafter in made if isinstance(drafter, AheadDrafter)]
+        found = Drafters(router, guards, model, control, ranks, models, ahead, readers)
         found.wants_calibration = control is not None
         return found
 
@@ -256,6 +263,10 @@ class Drafters:
         if waited := sum(drafter.waited for drafter in self.models):
             total["catching_up"] = waited
         return total
+
+    def foreseen(self) -> Counter[str]:
+        """Return how often a draft server had drafts for a request, or why it had none."""
+        return sum((drafter.counts for drafter in self.ahead), Counter[str]())
 
 
 def _needed(model: SglangDraftModel | None) -> SglangDraftModel:

@@ -132,25 +132,24 @@ class NextDraft(SpecInput):
     def prepare_for_decode(self, batch: Any) -> None:
         """Reserve slots ahead: for the step in flight and for this one, as many as there may be.
 
-        Their places in the table are known, so a step only looks them up.
+        Whole pages, if the host has pages. Their places in the table are known, so a step only
+        looks them up.
         """
         self.main = torch.get_device_module(batch.device).current_stream()
         reqs, pool, here = batch.reqs, batch.req_to_token_pool, host()
+        size = batch.token_to_kv_pool_allocator.page_size
         caches = [here.cache_of(req) for req in reqs]
         have = np.array([cache.kv_allocated_len for cache in caches])
         ahead = np.array([cache.kv_committed_len for cache in caches])
-        ahead += 2 * here.slots_per_step()
+        ahead = -(-(ahead + 2 * here.slots_per_step()) // size) * size
         # near the end of the context its row of the table is full, and no step needs more
-        new = np.maximum(np.minimum(ahead, pool.req_to_token.shape[1]) - have, 0)
-        for req, cache, count in zip(reqs, caches, new.tolist(), strict=True):
-            cache.kv_allocated_len += count
+        ahead = np.maximum(np.minimum(ahead, pool.req_to_token.shape[1]), have)
+        for req, cache, length in zip(reqs, caches, ahead.tolist(), strict=True):
+            cache.kv_allocated_len = length
             cache.kv_committed_len += here.claims_ahead
             req.decode_batch_idx += 1
-        if new.any():
-            owners = np.repeat(np.arange(len(reqs)), new)
-            places = np.arange(len(owners)) - (new.cumsum() - new)[owners]
-            told = np.stack([owners, have[owners] + places])
-            write_slots(batch, *to_device(told, batch.device))
+        if (ahead > have).any():
+            write_slots(batch, have, ahead)
 
 
 def order_slots(flight: Flight, runner: Any, main: Any) -> None:

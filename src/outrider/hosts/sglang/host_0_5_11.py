@@ -228,6 +228,11 @@ def _handle_speculative_decoding(result: None, self: Any) -> None:
                     "--disable-overlap-schedule in SGLang 0.5.11",
                     fix="leave it out: steps without drafts overlap as in plain decoding",
                 )
+            if self.enable_lora or self.lora_paths:
+                raise Unsupported(
+                    "LoRA adapters in SGLang 0.5.11",
+                    fix="use SGLang 0.5.23, or serve a merged model: here they go with NGRAM only",
+                )
             settings.apply(self)
     except Unsupported as error:
         raise SystemExit(f"outrider: {error}") from error

@@ -328,6 +328,11 @@ def _algorithm_alias(original: Callable[..., Any], name: Any, *args: Any, **kwar
     return name if (name or "").upper() == hooks.NAME else original(name, *args, **kwargs)
 
 
+def _check_lora(original: Callable[..., Any], server_args: Any) -> Any:
+    """Let rows have the adapters of their requests: SGLang knows its own algorithms only."""
+    return None if hooks.is_chosen(server_args) else original(server_args)
+
+
 class _WithoutDraft:
     """The server's arguments without a draft model."""
 
@@ -363,5 +368,6 @@ _HOOKS: dict[str, hooks.Hook] = {
     "model_executor.runner.eager_runner.get_eager_max_batch_size": (_eager_batch_size, "AROUND"),
     _ALIAS: (_algorithm_alias, "AROUND"),
     "arg_groups.boundary_reduction.resolve_boundary_reduction": (_boundary_reduction, "AROUND"),
+    "arg_groups.lora_hook.check_lora_speculative_compatibility": (_check_lora, "AROUND"),
     "layers.sampler.murmur_hash32": (hooks.murmur_hash32, "AROUND"),
 }

@@ -24,6 +24,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "proposed_at": ("Requests of verify passes with a draft at this position.", "position"),
     "accepted_at": ("Accepted drafts by position in the block.", "position"),
     "fallbacks": ("Requests that a step served without drafts, by reason.", "reason"),
+    "foreseen": ("Requests of steps that asked a draft server, by what it had.", "found"),
     "step_seconds": ("Time of decode steps, by part, as the host's clock saw it.", "part"),
     "compared_seconds": ("Time of decode steps of which a plain step's time is known.",),
     "plain_seconds": ("Time that plain steps would have taken for the tokens of those steps.",),
@@ -47,6 +48,7 @@ FROM_THE_START: dict[str, tuple[str, ...]] = {
         "grammar",
         "rows",
     ),
+    "foreseen": ("hit", "miss", "end", "none"),
     "step_seconds": ("scheduler", "draft_forward", "draft", "forward", "verify", "host"),
 }
 """Series that are there at 0 before they count: what a series begins with, a rate does not see."""
@@ -77,7 +79,7 @@ class Metrics:
             PREFIX + HISTOGRAM, "Drafts of a request in a step.", [*self._labels], buckets=BUCKETS
         )
         self._drafts = histogram.labels(**self._labels)
-        self._told: Counter[str] = Counter()
+        self._told: Counter[tuple[str, str]] = Counter()
         self._control = control
         self._plain: dict[int, tuple[int, float]] = {}  # plain steps and their mean, by requests
         for name, (_, *own) in COUNTERS.items():
@@ -124,11 +126,11 @@ class Metrics:
             self._add("compared_seconds", spent)
             self._add("plain_seconds", plain * len(outcomes.tokens) / batch)
 
-    def fallbacks(self, totals: Mapping[str, int]) -> None:
-        """Count what is new in these totals, by reason."""
-        for reason, total in totals.items():
-            self._add("fallbacks", total - self._told[reason], reason)
-            self._told[reason] = total
+    def totals(self, name: str, totals: Mapping[str, int]) -> None:
+        """Count what is new in these totals of a counter, by its own label."""
+        for of, total in totals.items():
+            self._add(name, total - self._told[name, of], of)
+            self._told[name, of] = total
 
     def _plain_step(self, outcomes: Outcomes, scheduler: float) -> float | None:
         """Return how long a step without drafts takes; None if nobody has measured it.

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.core import Unsupported
+from outrider.errors import one_line
 
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
 """The environment variable that names the profile: it reaches `sglang.Engine` too."""
@@ -123,10 +124,11 @@ def _load(path: str) -> Profile:
     try:
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
         return Profile.model_validate(content)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise Unsupported(f"profile {path}", fix=f"it cannot be read: {error}") from error
     except ValidationError as error:
         raise Unsupported(f"profile {path}", fix=_say(error)) from error
+    # YAML's own types raise ValueError: a date of month 99
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise Unsupported(f"profile {path}", fix=f"it cannot be read: {error}") from error
 
 
 def repair_wanted() -> bool:
@@ -167,7 +169,9 @@ def request_options(
 
 def _say(error: ValidationError) -> str:
     """Return what is wrong and where, in one line, without the value."""
-    return "; ".join(
-        ".".join([*map(str, e["loc"])] or ["it"])[:80] + ": " + e["msg"]
-        for e in error.errors(include_url=False, include_input=False)[:3]
+    return one_line(
+        "; ".join(
+            ".".join([*map(str, e["loc"])] or ["it"])[:80] + ": " + e["msg"]
+            for e in error.errors(include_url=False, include_input=False)[:3]
+        )
     )

@@ -28,9 +28,10 @@ def share_rows(wanted: Ints, max_rows: int) -> tuple[Ints, int]:
 def backend_rows(runner: Any) -> int:
     """Return how many rows the attention backend has room for.
 
-    SGLang's GPU backends make room for as many decode requests as may run at once.
+    SGLang's GPU backends make room for as many decode requests as may run at once. Others take all
+    rows that there may be.
     """
-    backend = host().arguments(runner.server_args).attention_backend
-    if backend in ("outrider", "torch_native"):
-        return 1 << 30
-    return int(runner.req_to_token_pool.size)
+    args, requests = host().arguments(runner.server_args), int(runner.req_to_token_pool.size)
+    if args.attention_backend in ("outrider", "torch_native"):
+        return requests * int(args.speculative_num_draft_tokens)
+    return requests

@@ -23,12 +23,30 @@ from outrider.hosts.sglang.requests import ActiveRequests
 from outrider.hosts.sglang.sampling import row_sampling, take
 
 
-def write_slots(batch: Any, owner: Tensor, position: Tensor) -> Tensor:
-    """Allocate a slot for each of these positions, and put it into the host's table."""
-    slots = host().take_slots(batch.tree_cache, len(owner))
-    pool_index = batch.req_pool_indices[owner]
-    batch.req_to_token_pool.write((pool_index, position), slots.to(torch.int32))
-    return slots
+def write_slots(batch: Any, have: Ints, ahead: Ints) -> None:
+    """Give each request slots for the positions from `have` up to `ahead`, in the host's table.
+
+    A page holds positions of one request, in their order. The page that a request ends in is its
+    own already, as far as it is not full: only what comes after it is allocated.
+
+    have, ahead: [B]
+    """
+    new, size = ahead - have, batch.token_to_kv_pool_allocator.page_size
+    owners = np.repeat(np.arange(len(new)), new)
+    positions = np.arange(len(owners)) - (new.cumsum() - new)[owners] + have[owners]
+    begun, pages = -(-have // size), -(-ahead // size) - -(-have // size)
+    slots = host().take_slots(batch.tree_cache, int(pages.sum()) * size)
+    told = np.stack([owners, positions, positions])
+    if size > 1:  # which page, among those that requests end in and the new ones behind them
+        fresh = positions // size - begun[owners]
+        told[2] = np.where(fresh < 0, owners, len(new) + (pages.cumsum() - pages)[owners] + fresh)
+    owner, position, page = to_device(told, batch.device)
+    pool_index, table = batch.req_pool_indices[owner], batch.req_to_token_pool
+    if size > 1:
+        last = to_device(have - 1, batch.device)
+        ends = table.req_to_token[batch.req_pool_indices, last] // size
+        slots = torch.cat([ends, slots[::size] // size])[page] * size + position % size
+    table.write((pool_index, position), slots.to(torch.int32))
 
 
 def read_slots(batch: Any, owner: Tensor, position: Tensor) -> Tensor:

@@ -44,10 +44,13 @@ Test = Callable[[Any], Any]
 REFUSED: tuple[tuple[str, str, Test], ...] = (
     ("pipeline parallelism (--pp-size)", "use --tp-size", lambda a: a.pp_size > 1),
     ("--enable-dp-attention", "use --dp-size without it", lambda a: a.enable_dp_attention),
-    ("--page-size above 1", "use --page-size 1", lambda a: a.page_size not in (None, 1)),
     ("--disaggregation-mode", "leave it out", lambda a: a.disaggregation_mode != "null"),
     ("--enable-hierarchical-cache", "leave it out", lambda a: a.enable_hierarchical_cache),
-    ("LoRA adapters", "serve a merged model", lambda a: a.enable_lora or a.lora_paths),
+    (
+        "LoRA adapters with a draft model",
+        "leave --speculative-draft-model-path out: SGLang would give adapters to it, too",
+        lambda a: (a.enable_lora or a.lora_paths) and a.speculative_draft_model_path,
+    ),
     ("--enable-two-batch-overlap", "leave it out", lambda a: a.enable_two_batch_overlap),
     ("--enable-pdmux", "leave it out", lambda a: a.enable_pdmux),
     ("--enable-hisparse", "leave it out", lambda a: a.enable_hisparse),
@@ -243,8 +246,8 @@ def check_model(target_worker: Any) -> None:
         "an encoder": config.is_encoder_decoder,
         "multimodal input": config.is_multimodal,
         "n-gram embeddings": getattr(runner, "use_ngram_embedding", False),
-        "a page size above 1": runner.page_size != 1,
     }
     for what, is_so in kinds.items():
         if is_so:
-            raise SystemExit(f"outrider: a model with {what} is not supported")
+            hint = "; add --disable-hybrid-swa-memory" if runner.is_hybrid_swa else ""
+            raise SystemExit(f"outrider: a model with {what} is not supported{hint}")

@@ -111,7 +111,8 @@ class OutriderWorker:
         args, runner = host().arguments(self.server_args), self.model_runner
         self._logits = self.model_config.vocab_size, self.model_config.dtype.itemsize
         self._max_rows = min(backend_rows(runner), max_rows(*self._logits))
-        self._trees = isinstance(runner.attn_backend, OutriderAttention)
+        # a tree's slots change places, and those of a page must not
+        self._trees = isinstance(runner.attn_backend, OutriderAttention) and runner.page_size == 1
         profile, model = load_profile(), None
         if draft_worker is not None:
             model = SglangDraftModel(draft_worker, self._max_rows, self._ranks)
@@ -607,7 +608,8 @@ class OutriderWorker:
         """Tell the counters and the traces of a step that is over."""
         if self._metrics is not None:
             self._metrics.record(outcomes, proposal, drafters)
-            self._metrics.fallbacks(self._drafters.totals())
+            self._metrics.totals("fallbacks", self._drafters.totals())
+            self._metrics.totals("foreseen", self._drafters.foreseen())
             self._metrics.times(clock.parts, outcomes)
         if self._tracer is not None:
             self._tracer.step(clock, outcomes, proposal, drafters)

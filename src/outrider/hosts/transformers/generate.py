@@ -294,6 +294,7 @@ def adaptive(
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
     trace: str | Path | None = None,
+    ahead: str | Path | None = None,
 ) -> AdaptiveDrafter:
     """Return a drafter that chooses, in each step, among lookups, draft models and none.
 
@@ -305,6 +306,7 @@ def adaptive(
     tokenizer, draft_tokenizer: those of the two models, if they cannot be loaded from beside their
         weights
     trace: a file to which each step is appended, as a line of JSON
+    ahead: the socket of a draft server: see docs/ahead.md
     """
     drafts = [] if draft is None else draft if isinstance(draft, (list, tuple)) else [draft]
     passing, names = list[ModelDrafter[Any]](), Counter[str]()
@@ -316,7 +318,7 @@ def adaptive(
         if names[drafter.name] > 1:
             drafter.name += f" {names[drafter.name]}"
         passing.append(drafter)
-    return adaptive_drafter(passing, trace=trace)
+    return adaptive_drafter(passing, trace=trace, ahead=ahead)
 
 
 def _drafts(model: PreTrainedModel, draft: PreTrainedModel | HeadFile) -> ModelDrafter[Any]:

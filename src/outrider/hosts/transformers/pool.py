@@ -42,7 +42,7 @@ class KVPool:
 
     def reserve(self, sequence: CachedSequence, length: int) -> None:
         """Give the sequence slots for so many tokens."""
-        missing = -(-length // PAGE) - len(sequence.pages)
+        missing = -(-(length - len(sequence.slots)) // PAGE)
         if missing <= 0:
             return
         if missing > len(self._free):
@@ -57,6 +57,33 @@ class KVPool:
         self._free += sequence.pages
         sequence.pages, sequence.length = [], 0
         sequence.slots = sequence.slots[:0]
+
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
+        """Return a branch of a sequence: what the sequence has is shared, what follows is its own.
+
+        The sequence must stay, or be extended by `adopt`, as long as the branch is used.
+        """
+        branch = CachedSequence()
+        branch.length, branch.slots = sequence.length, sequence.slots[: sequence.length].clone()
+        return branch
+
+    @torch.inference_mode()
+    def adopt(
+        self,
+        sequence: CachedSequence,
+        branch: CachedSequence,
+        others: Sequence[CachedSequence] = (),
+    ) -> None:
+        """Go on as a branch did: what it has beyond the sequence is copied.
+
+        others: branches of that branch; they share the copy from now on
+        """
+        start, end = sequence.length, branch.length
+        self.reserve(sequence, end)
+        self._copy(branch.slots[start:end], sequence.slots[start:end])
+        sequence.length = end
+        for other in others:
+            other.slots[start:end] = sequence.slots[start:end]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v, [N, Hkv, D], in these slots. Return the layer's whole cache."""
@@ -76,10 +103,12 @@ class KVPool:
         if list(rows) != list(range(len(rows))):
             start = sequence.length
             source = sequence.slots[[start + row for row in rows]]
-            target = sequence.slots[start : start + len(rows)]
-            for k_cache, v_cache in self._layers.values():
-                k_cache[target], v_cache[target] = k_cache[source], v_cache[source]
+            self._copy(source, sequence.slots[start : start + len(rows)])
         sequence.length += len(rows)
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
+        for k_cache, v_cache in self._layers.values():
+            k_cache[target], v_cache[target] = k_cache[source], v_cache[source]
 
     def _grow(self, pages: int) -> None:
         self._free = list(range(self._num_pages + pages - 1, self._num_pages - 1, -1)) + self._free

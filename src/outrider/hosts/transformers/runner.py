@@ -118,6 +118,16 @@ class Runner:
         """Forget the tokens beyond this length."""
         sequence.length = min(sequence.length, length)
 
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
+        """Return a branch of a sequence: see `KVPool.fork`."""
+        return self.pool.fork(sequence)
+
+    def adopt(
+        self, sequence: CachedSequence, branch: CachedSequence, others: Sequence[CachedSequence]
+    ) -> None:
+        """Go on as a branch did: see `KVPool.adopt`."""
+        self.pool.adopt(sequence, branch, others)
+
     def run(self, segments: Sequence[Segment]) -> Tensor:
         """Run the model once over all segments. Return the wanted logits, in order, [n, V].
 

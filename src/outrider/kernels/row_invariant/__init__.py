@@ -95,7 +95,8 @@ class RowInvariant(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Reroute linear layers, products with a matrix (SGLang's head), `addmm` with a bias
-        vector (GPT-2's), and functions of single elements; on a GPU also means of rows."""
+        vector (GPT-2's) or with rows (LoRA's), and functions of single elements; on a GPU also
+        means of rows."""
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and self._is_by_triton(args[0].device):
             return _by_triton(func, args, kwargs)
@@ -108,6 +109,10 @@ class RowInvariant(TorchFunctionMode):
         if func is torch.addmm and args[0].dim() == 1:
             bias, x, weight = args
             return in_tiles(lambda tile: func(bias, tile, weight, **kwargs), x)
+        if func is torch.addmm:
+            return _addmm(*args, **kwargs)
+        if func is torch.Tensor.addmm_:
+            return _addmm(*args, **kwargs, out=args[0])
         if func in _ELEMENTWISE:
             x, *rest = args
             return elementwise(lambda part: func(part, *rest, **kwargs), x)
@@ -115,6 +120,21 @@ class RowInvariant(TorchFunctionMode):
 
     def _is_by_triton(self, device: torch.device) -> bool:
         return use_triton(device) if self._triton is None else self._triton
+
+
+def _addmm(
+    rows: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: Tensor | None = None,
+) -> Tensor:
+    """beta rows + alpha x @ weight. rows: [N, M]; x: [N, K]; weight: [K, M]."""
+    found = in_tiles(lambda tile: tile @ weight, x) * alpha
+    found = found + rows * beta if beta else found
+    return found if out is None else out.copy_(found)
 
 
 def _by_triton(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

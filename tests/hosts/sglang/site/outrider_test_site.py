@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -89,11 +91,12 @@ class Floats(NgramDrafter):
 
 
 def register_faults():
-    """Break the draft model as $OUTRIDER_TEST_FAULT says.
+    """Break the draft model, or SGLang, as $OUTRIDER_TEST_FAULT says.
 
     "oom", "nan": a pass now and then
     "once": the 20th pass
     "prefill": every prefill, so that all that the draft model reads it has to read later
+    "leak": one of the slots that are freed is not, once the file $OUTRIDER_TEST_PASSES exists
 
     To the file $OUTRIDER_TEST_PASSES each pass appends its mode and its number of tokens.
     """
@@ -121,6 +124,13 @@ def register_faults():
             raise torch.OutOfMemoryError("no room for the draft model")
         return original(self, batch)
 
+    def free(original, self, slots):
+        return original(self, slots[Path(path).exists() :])
+
+    if fault == "leak":
+        allocator = "sglang.srt.mem_cache.allocator.TokenToKVPoolAllocator"
+        HookRegistry.register(f"{allocator}.free", free, HookType.AROUND)
+        return
     model = "outrider.hosts.sglang.draft_model.SglangDraftModel"
     HookRegistry.register(f"{model}._forward", forward, HookType.AROUND)
     HookRegistry.register(f"{model}.prefill", prefill, HookType.AROUND)
@@ -219,6 +229,33 @@ def register_rules():
         ("worker.match", match),
     ):
         HookRegistry.register(f"outrider.hosts.sglang.{target}", hook, HookType.AROUND)
+
+
+class Unpinned:
+    """torch, for modules that pin memory on a machine without a GPU."""
+
+    def __getattr__(self, name):
+        found = getattr(torch, name)
+        if name not in ("arange", "empty", "tensor", "zeros"):
+            return found
+        return lambda *args, pin_memory=False, **options: found(*args, **options)
+
+
+def register_unpinned():
+    """Let LoRA run without a GPU, if $OUTRIDER_TEST_UNPINNED is set: SGLang pins its memory."""
+    if not os.environ.get("OUTRIDER_TEST_UNPINNED"):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def unpin(self, *args, **options):
+        importlib.import_module("sglang.srt.lora.backend.torch_backend")
+        for name, module in list(sys.modules.items()):
+            if name.startswith("sglang.srt.lora") and hasattr(module, "torch"):
+                module.torch = Unpinned()
+        torch.Tensor.pin_memory = lambda self, *_: self
+
+    manager = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
+    HookRegistry.register(manager, unpin, HookType.BEFORE)
 
 
 def register_verify():

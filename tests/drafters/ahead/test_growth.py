@@ -1,0 +1,203 @@
+"""Trees grow best first, follow the text, keep their caches, and foresee what the coins decide."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.core import DraftFault, KeyedCoins, Request, SamplingParams, best_part
+from outrider.drafters.ahead import Growth
+from outrider.hosts.transformers.runner import Runner
+
+PROMPT = (1, 40, 7, 22, 9)
+
+
+@pytest.fixture(scope="module")
+def runner(load):
+    return Runner(load("tiny-target"))
+
+
+def request(seed=3, **sampling):
+    return Request(0, PROMPT, SamplingParams(**sampling), seed)
+
+
+def plain(runner, asked, count):
+    """Return what plain decoding emits."""
+    from outrider.core import Rows, target_distribution
+
+    sequence, made = runner.open(), Request(1, asked.prompt, asked.sampling, asked.seed)
+    unread = list(made.prompt)
+    for _ in range(count):
+        logits = runner.extend([(sequence, unread)])
+        rows = Rows([made], [0], [0], lambda: [()])
+        unread = target_distribution(logits, rows).draw(KeyedCoins()).tolist()
+        made.extend(unread, None)
+    runner.close(sequence)
+    return made.output
+
+
+def chances(growth, key="a"):
+    return [node.chance for node in growth._texts[key].root.below()]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9}])
+def test_the_target_itself_as_draft_foresees_every_token(runner, sampling):
+    """Caches stay right through commits of any length: the likeliest path is plain decoding."""
+    growth = Growth(runner, KeyedCoins(), width=4, max_nodes=512, min_chance=0.0)
+    before = runner.pool.used_pages
+    growth.open("a", request(**sampling))
+    expected, at = plain(runner, request(**sampling), 40), 0
+    for count in (1, 3, 2, 1, 4, 2, 3):
+        while not any(len(p) > count for p in _first_paths(growth)):
+            assert growth.grow() == ["a"]
+        path = _first_paths(growth)[0][: count + 1]
+        assert path == expected[at : at + len(path)]
+        growth.commit("a", expected[at : at + count])
+        at += count
+        assert growth.length("a") == len(PROMPT) + at
+    growth.close("a")
+    assert runner.pool.used_pages == before  # no page is lost
+
+
+def test_twin_other_coins_do_not_foresee_it(runner):
+    growth = Growth(runner, KeyedCoins(), width=4)
+    growth.open("a", request(seed=4, temperature=1.0))
+    for _ in range(8):
+        growth.grow()
+    expected = plain(runner, request(seed=3, temperature=1.0), 8)
+    assert _first_paths(growth)[0][:8] != expected
+    growth.close("a")
+
+
+def _first_paths(growth):
+    """Return the path of first children."""
+    path, node = [], growth._texts["a"].root
+    while node.children:
+        node = node.children[0]
+        path.append(node.token)
+    return [path]
+
+
+def test_a_text_that_goes_another_way_begins_anew(runner):
+    growth = Growth(runner, KeyedCoins())
+    growth.open("a", request())
+    for _ in range(4):
+        growth.grow()
+    known = {node.token for node in growth._texts["a"].root.children}
+    other = next(token for token in range(50) if token not in known)
+    growth.commit("a", [other])
+    assert growth.tree("a").draft.tokens == ()
+    growth.grow()
+    fresh = Growth(runner, KeyedCoins())
+    fresh.open("a", Request(0, (*PROMPT, other), SamplingParams(), 3))
+    fresh.grow()
+    assert growth.tree("a").draft.tokens == fresh.tree("a").draft.tokens
+    growth.close("a"), fresh.close("a")
+
+
+def test_trees_grow_best_first(runner):
+    growth = Growth(runner, KeyedCoins(), width=2, max_nodes=24)
+    growth.open("a", request())
+    for _ in range(20):
+        growth.grow()
+    text = growth._texts["a"]
+    nodes = list(text.root.below())
+    read = [n.chance for n in nodes if n.sequence is not None]
+    assert len(read) >= 24
+    above = {id(child): node for node in (text.root, *nodes) for child in node.children}
+    assert all(above[id(n)] is text.root or above[id(n)].sequence is not None for n in nodes)
+    # what is left unread is less likely than most of what was read
+    left = [n.chance for n in nodes if n.sequence is None]
+    assert np.median(read) > np.median(left)
+    assert not growth.grow()  # it has its most nodes
+    growth.close("a")
+
+
+def test_texts_share_a_pass_and_owners_take_turns(runner):
+    growth = Growth(runner, KeyedCoins(), width=4)
+    for key in ((1, "a"), (1, "b"), (1, "c"), (2, "d")):
+        growth.open(key, request())
+    assert set(growth.grow(owner=lambda key: key[0])) == {(1, "a"), (1, "b"), (1, "c"), (2, "d")}
+    for _ in range(3):
+        chosen = growth._choose(lambda key: key[0])
+        owners = [text is growth._texts[2, "d"] for text, _ in chosen]
+        assert sum(owners) == 2  # half of the pass is the second owner's
+        growth.grow(owner=lambda key: key[0])
+    for key in growth.names:
+        growth.close(key)
+
+
+def test_a_long_prompt_is_read_in_pieces(runner, monkeypatch):
+    monkeypatch.setattr("outrider.drafters.ahead.growth.MAX_CHUNK", 4)
+    growth = Growth(runner, KeyedCoins())
+    growth.open("a", request())
+    assert growth.grow() == []
+    assert growth.passes == 1
+    assert growth.grow() == ["a"]
+    whole = Growth(runner, KeyedCoins())
+    whole.open("a", request())
+    whole.passes = monkeypatch.undo() or 0
+    whole.grow()
+    assert growth.tree("a").draft.tokens == whole.tree("a").draft.tokens
+    growth.close("a"), whole.close("a")
+
+
+def test_what_cannot_be_read_is_left_alone(runner):
+    growth = Growth(runner, KeyedCoins())
+    growth.open("odd", Request(0, (1, 10**6), SamplingParams(), 0))
+    growth.open("long", Request(0, (1,) * (runner.max_length + 1), SamplingParams(), 0))
+    assert growth.grow() == []
+    assert growth.passes == 0
+    growth.close("odd"), growth.close("long")
+
+
+def test_nothing_follows_an_end_token(runner):
+    growth = Growth(runner, KeyedCoins())
+    ends = frozenset(range(runner.vocab_size))
+    growth.open("a", Request(0, PROMPT, SamplingParams(), 3, eos_token_ids=ends))
+    growth.grow()
+    assert growth.grow() == []
+    growth.close("a")
+
+
+def test_logits_that_are_not_numbers_are_a_fault(runner):
+    class Broken:
+        vocab_size, max_length = runner.vocab_size, runner.max_length
+        open, close, fork = runner.open, runner.close, runner.fork
+
+        def extend(self, segments):
+            return torch.full((len(segments), self.vocab_size), torch.nan)
+
+    growth = Growth(Broken(), KeyedCoins())
+    growth.open("a", request())
+    with pytest.raises(DraftFault, match="not numbers"):
+        growth.grow()
+
+
+def test_calibration_learns_who_is_right(runner):
+    growth = Growth(runner, KeyedCoins())
+    calibration = growth.calibration
+    before = calibration.of(0, 0.95, True)
+    for _ in range(200):
+        calibration.observe(0, 0.95, True, False)
+    assert calibration.of(0, 0.95, True) < 0.1 < before
+    assert calibration.of(1, 0.95, True) == before  # of another rank, or drawn, nothing is known
+    assert calibration.of(0, 0.95, False) == 0.6
+
+
+@pytest.mark.parametrize("wrong", [{"width": 0}, {"fan_out": 0}, {"min_chance": 2.0}])
+def test_options_are_checked(runner, wrong):
+    with pytest.raises(ValueError, match="need"):
+        Growth(runner, KeyedCoins(), **wrong)
+
+
+def test_the_tree_is_the_likeliest_part(runner):
+    growth = Growth(runner, KeyedCoins())
+    growth.open("a", request())
+    for _ in range(6):
+        growth.grow()
+    whole, part = growth.tree("a", 10**6), growth.tree("a", 5)
+    assert len(part.draft.tokens) == 5
+    assert part.draft.tokens == best_part(whole.draft, 5, trees=True).tokens
+    growth.close("a")
