@@ -38,6 +38,7 @@ from typing import Any
 from outrider.control.acceptance import Acceptance
 from outrider.control.cost import StepCost
 from outrider.control.curve import ROW_BUCKETS
+from outrider.control.device import DeviceChoice
 from outrider.control.model_choice import ModelChoice, PassingDrafter, Situation
 from outrider.control.plan import Offer, Plan, join
 from outrider.control.policy import NO_INDICES, best_goodput, choose
@@ -65,8 +66,10 @@ class AdaptiveDrafter:
     clock: returns seconds, from any origin
     row_buckets: sizes of the host's captured graphs, if it has any
     on_step: called with each step that is over
+    device: whether the device may make drafts, if the host says that it can
     models: what is known about each of the drafters that cost passes, by name
     padded: whether the last proposal should be verified by a padded pass: see `StepCost`
+    device: decides whether the device makes the drafts; None if it must not
     hidden_layers: what the models read of the target, if they are heads
     is_asleep: whether drafts gain less than the wait for them costs. A host that launches ahead
         (`cost.launches_ahead`) then launches plain steps, and calls `look` while the device works
@@ -82,6 +85,7 @@ class AdaptiveDrafter:
         clock: Callable[[], float] = time.perf_counter,
         row_buckets: Sequence[int] = ROW_BUCKETS,
         on_step: Callable[[Step], None] | None = None,
+        device: bool = True,
     ) -> None:
         self.acceptance, self.cost = Acceptance(), StepCost(row_buckets)
         self.slowdown_guard = SlowdownGuard()
@@ -90,6 +94,7 @@ class AdaptiveDrafter:
         self._on_step = on_step
         for name in self.free:
             self.acceptance.add(name)
+        self.device = DeviceChoice(self.acceptance, self.cost, margin) if device else None
         passing = _several(model)
         self.models = {
             drafter.name: ModelChoice(drafter, self.acceptance, self.cost, margin, clock)
@@ -107,6 +112,7 @@ class AdaptiveDrafter:
         self._rows: Ints = NO_INDICES
         self._last = Proposed((), Proposal.empty(0), NO_INDICES, ())
         self._done: Done | None = None
+        self._drafted_on_device: Outcomes | None = None  # of a step, to learn from
         self._observed: float | None = None  # when the last outcome came, if nothing came between
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -145,10 +151,15 @@ class AdaptiveDrafter:
         self._observed = now = self._clock()
         done = Outcomes.of(outcomes)
         step, self._step = self._step, None
+        on_device = done.num_drafts.any() and (step is None or not step.speculated)
+        if self.device is not None and on_device:
+            self._drafted_on_device = done
         # if a request was taken away meanwhile, nothing is learned from the step
         if step is not None and step.requests == len(done.requests):
             step.seconds, step.tokens = now - step.t, len(done.tokens)
-            step.padded = self.padded and step.speculated
+            if on_device:
+                step.rows, step.on_device = step.rows + int(done.num_drafts.sum()), True
+            step.padded = self.padded and step.speculated and not step.on_device
             self._done = Done(step, self._offers, self._rows, done)
             if self._on_step is not None:
                 step.drafters = Counter(name for name in self._last.names() if name)
@@ -157,6 +168,9 @@ class AdaptiveDrafter:
 
     def meanwhile(self) -> None:
         """Learn from the last step: its time, and which drafts were right, used or not."""
+        if self.device is not None and self._drafted_on_device is not None:
+            self.device.learn(self._drafted_on_device)
+            self._drafted_on_device = None
         if self._done is None:
             return
         done, self._done = self._done, None
@@ -168,8 +182,13 @@ class AdaptiveDrafter:
             model.learn(done.step, plain)
         if self._on_step is not None:
             self._on_step(done.step)
+        step = done.step
+        if self.device is not None and step.on_device and step.ahead:
+            self.device.learn_time(step.rows, step.context, step.requests, step.seconds)
         for offer in done.offers:
             score(offer, self.acceptance[offer.name], done.rows, done.outcomes)
+            if self.device is not None and not step.on_device and offer.name in self.free:
+                self.device.learn_from(offer, done.rows, done.outcomes)
 
     def look(self, requests: Sequence[Request], budget: Budget) -> None:
         """Make the drafts of a step that was launched without them, while the device works.
@@ -184,6 +203,7 @@ class AdaptiveDrafter:
         self._last = Proposed(requests, Proposal.empty(batch), NO_INDICES, self._offers)
         step.rows, step.proposed = batch, step.t
         if self.slowdown_guard.is_tripped or not self._has_seen(batch):
+            self._stop_device()
             return
         now = self._situation(requests, budget, plan, step)
         # a step with drafts waits, and so does the step after it
@@ -191,11 +211,17 @@ class AdaptiveDrafter:
         # the step emits a token for the first place: the next step could verify the others
         later = plan.survival[plan.tree.depths > 1]
         plain = batch / float(now.seconds[batch])
-        should_wake = best_goodput(later, batch, now.seconds) > (1 + self._margin) * plain
+        best = best_goodput(later, batch, now.seconds)
+        should_wake = best > (1 + self._margin) * plain
+        if self.device is not None and self.device.is_best(now, step.context, best):
+            should_wake = False
+            now.seconds[batch] = batch / self.device.goodput  # a model has to beat this
         for model in self.models.values():
             model.estimate(now)
             should_wake = should_wake or model.should_wake(now)
-        self.is_asleep = not should_wake
+        if should_wake:
+            self._stop_device()
+        self.is_asleep = not should_wake and not self._uses_device
 
     def used(self, request: Request) -> str:
         """Return who drafted for a request in the last step; "" if nobody did."""
@@ -250,13 +276,21 @@ class AdaptiveDrafter:
         batch = len(requests)
         self.is_asleep = self.cost.launches_ahead
         if self.slowdown_guard.is_tripped or not self._has_seen(batch):
+            self._stop_device()
             return plan, NO_INDICES
         now = self._situation(requests, budget, plan, step)
         best = choose(plan.tree, plan.survival, now.seconds, self._margin)
         goodput, users = best.goodput, NO_INDICES
+        if self.device is not None and self.device.is_best(now, step.context, goodput):
+            goodput = self.device.goodput
         model = self._promising(now, goodput)
         if model is not None:
             goodput, users = model.users(now, goodput, step)
+        if len(users):
+            self._stop_device()
+        if self._uses_device:
+            self.is_asleep = False
+            return plan, NO_INDICES
         if self._must_check_plain(goodput, batch, now.seconds):
             return plan, NO_INDICES
         self.is_asleep = self.is_asleep and not len(best.nodes) and not len(users)
@@ -268,6 +302,14 @@ class AdaptiveDrafter:
             # the model has run, but its time is part of the step
             best = choose(plan.tree, plan.survival, now.seconds + step.drafted)
         return plan, best.nodes
+
+    @property
+    def _uses_device(self) -> bool:
+        return self.device is not None and bool(self.device.widths)
+
+    def _stop_device(self) -> None:
+        if self.device is not None:
+            self.device.stop()
 
     def _promising(self, now: Situation, without: float) -> ModelChoice | None:
         """Return the draft model that may bring the most, if there is any.

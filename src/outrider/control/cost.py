@@ -135,7 +135,9 @@ class StepCost:
             self.slope.observe((ahead, curve.row_bucket(rows)), read, seconds)
         curve.observe(rows, max(0.1 * seconds, seconds - self.slope.value * read))
 
-    def table(self, rows: int, context: int, requests: int) -> NDArray[np.float64]:
+    def table(
+        self, rows: int, context: int, requests: int, padded: bool = True
+    ) -> NDArray[np.float64]:
         """Return the expected time of a step of 0, 1, ... up to so many rows, without drafting.
 
         The entry of `requests` rows is a plain step, which may be launched ahead.
@@ -143,11 +145,12 @@ class StepCost:
         context: tokens of all requests together
         requests: number of requests, at least 1. A backend that reads the cache once per row reads
             `context` once up to this many rows, and in proportion to the rows beyond.
+        padded: whether a padded pass may be used
         """
         if self.reads_each_row:
             reads = np.maximum(np.arange(rows + 1) / requests, 1.0)
             found = self.verify.table(rows) + self.slope.value * context * reads
-            if self.width:
+            if self.width and padded:
                 most = self._padded(context, requests)
                 found[requests + 1 :] = found[requests + 1 :].clip(max=most)
         else:
@@ -155,6 +158,13 @@ class StepCost:
         found += self.host.seconds(requests)
         found[requests] = self.plain(context, requests)
         return found
+
+    def ahead_table(self, rows: int, context: int, requests: int) -> NDArray[np.float64]:
+        """Return the same of steps that are launched ahead, drafts or not."""
+        found = self.table(rows, context, requests, padded=False)
+        plain = float(found[requests])
+        found[requests + 1 :] -= self.waiting(context, requests)
+        return np.maximum(found, plain)
 
     def plain(self, context: int, requests: int) -> float:
         """Return the expected time of a plain step, launched ahead if the host does that."""

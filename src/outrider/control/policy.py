@@ -52,7 +52,7 @@ def choose(proposal: Proposal, survival: Floats, seconds: Floats, margin: float 
     if not len(survival):
         return Choice(NO_INDICES, float(batch), float(seconds[batch]))
     order = np.lexsort((proposal.owners, proposal.places, -survival))[: len(seconds) - batch - 1]
-    tokens, goodput = _goodputs(survival[order], batch, seconds)
+    tokens, goodput = goodputs(survival[order], batch, seconds)
     best = int(goodput.argmax())
     if goodput[best] <= goodput[0] * (1 + margin):
         best = 0
@@ -64,10 +64,10 @@ def choose(proposal: Proposal, survival: Floats, seconds: Floats, margin: float 
 def best_goodput(survival: Floats, batch: int, seconds: Floats) -> float:
     """Return the highest goodput that drafts of these survivals can reach."""
     falling = -np.sort(-survival)[: len(seconds) - batch - 1]
-    return float(_goodputs(falling, batch, seconds)[1].max())
+    return float(goodputs(falling, batch, seconds)[1].max())
 
 
-def _goodputs(falling: Floats, batch: int, seconds: Floats) -> tuple[Floats, Floats]:
+def goodputs(falling: Floats, batch: int, seconds: Floats) -> tuple[Floats, Floats]:
     """Return the tokens, and the tokens per second, of a step with 0, 1, ... of these drafts."""
     tokens = np.empty(len(falling) + 1)
     tokens[0] = batch

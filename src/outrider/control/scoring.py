@@ -22,7 +22,7 @@ def score(offer: Offer, chances: DrafterChances, rows: Ints, outcomes: Outcomes)
     """
     drafts = offer.drafts
     owned, sure = rows[drafts.owners], drafts.confidences
-    for nodes, hits in _levels(offer, outcomes):
+    for nodes, hits in levels(offer, outcomes):
         first, first_hits = nodes, hits
         if not drafts.is_chain:
             ranks = drafts.ranks[nodes]
@@ -35,7 +35,7 @@ def score(offer: Offer, chances: DrafterChances, rows: Ints, outcomes: Outcomes)
             chances.prior.observe(owned[first], np.ones(len(first)), first_hits)
 
 
-def _levels(offer: Offer, outcomes: Outcomes) -> Iterator[tuple[Ints, Bools]]:
+def levels(offer: Offer, outcomes: Outcomes) -> Iterator[tuple[Ints, Bools]]:
     """Yield the drafts of each depth whose parents are right, and which of them are right."""
     drafts, depths = offer.drafts, offer.drafts.depths
     # a request that ended may have ended inside its accepted drafts: it says nothing

@@ -31,6 +31,7 @@ class Step:
     without: tokens per second that were expected without that model
     follows: whether it followed another step at once
     ahead: whether it was launched before the step before it was read
+    on_device: whether the device made its drafts
     proposed: time at which the proposal was ready
     seconds: time of the whole step, drafting included
     drafters: number of requests that each drafter served; counted for `on_step` only
@@ -51,6 +52,7 @@ class Step:
     without: float = 0.0
     follows: bool = False
     ahead: bool = False
+    on_device: bool = False
     proposed: float = 0.0
     seconds: float = 0.0
     drafters: dict[str, int] = field(default_factory=dict)
@@ -81,6 +83,8 @@ class Step:
             "requests": self.requests,
             "context": self.context,
             "rows": self.rows,
+            "ahead": self.ahead,
+            "on_device": self.on_device,
             "draft_passes": self.draft_passes,
             "unread": self.unread,
             "drafters": self.drafters,

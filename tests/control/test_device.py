@@ -1,0 +1,136 @@
+"""Whether the device should draft: learned from what was accepted, and compared with the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.control import adaptive_drafter
+from outrider.core import (
+    Budget,
+    KeyedCoins,
+    Outcomes,
+    Proposal,
+    Request,
+    SamplingParams,
+    match,
+    settle,
+)
+
+WIDE = 12
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Device:
+    """A host that can let the device draft: texts in which a share of its drafts is right.
+
+    right: the chance that a draft is right if the one before it is, of all requests or of each
+    wait: what a step costs that is not launched ahead, in plain steps
+    row: what a further row costs, in plain steps
+    """
+
+    def __init__(self, right, batch=1, wait=0.3, row=0.004, is_possible=True, **options):
+        self.rng, self.clock = np.random.default_rng(0), Clock()
+        self.right, self.wait, self.row, self.batch = right, wait, row, batch
+        self.control = adaptive_drafter(clock=self.clock, **options)
+        self.control.cost.launches_ahead = True
+        self.is_possible = is_possible
+        for rows in (1, 2, 4, 8, 16, 32, 64, 128):
+            self.control.cost.observe(rows, 0, self.seconds(rows))
+        texts = [tuple(self.rng.integers(0, 30_000, 64).tolist()) for _ in range(batch)]
+        sampling = SamplingParams(max_tokens=10**6)
+        self.requests = [
+            Request(id=i, prompt=text, sampling=sampling, seed=0) for i, text in enumerate(texts)
+        ]
+        self.control.start(self.requests)
+        self.budget = Budget(np.full(batch, WIDE), "match", KeyedCoins(), trees=False)
+        self.is_ahead = False
+
+    def seconds(self, rows):
+        return 1.0 + self.row * (rows - self.batch)
+
+    def step(self):
+        """Make one step. Return how many drafts each request had, and whether it was ahead."""
+        control, ahead = self.control, self.is_ahead
+        if control.device is not None:
+            control.device.is_possible = self.is_possible
+        if ahead:
+            control.look(self.requests, self.budget)
+        else:
+            self.clock.now += self.wait
+            control.propose(self.requests, self.budget)
+        widths = np.zeros(self.batch, np.int64)
+        if control.device is not None:
+            widths = control.device.of(self.requests)
+        places = np.concatenate([np.arange(width) for width in widths]).astype(np.int64)
+        tokens = self.rng.integers(0, 30_000, len(places))
+        drafts = Proposal.unclaimed(tokens, widths, places - 1)
+        emitted = torch.from_numpy(self.rng.integers(30_000, 60_000, drafts.num_rows))
+        right = np.broadcast_to(self.right, self.batch)
+        hits = self.rng.random(len(places)) < right[drafts.owners]
+        emitted[drafts.parent_rows[hits]] = drafts.tokens[hits]
+        self.clock.now += self.seconds(drafts.num_rows)
+        done = settle(self.requests, drafts, match(emitted, drafts))
+        control.observe(Outcomes.of(done))
+        done.apply()
+        control.meanwhile()
+        self.is_ahead = bool(widths.any()) or control.is_asleep
+        return widths, ahead
+
+    def run(self, steps):
+        """Return the drafts of each request, the share of steps ahead, and tokens per second."""
+        began = self.clock.now, sum(len(request.output) for request in self.requests)
+        made = [self.step() for _ in range(steps)]
+        tokens = sum(len(request.output) for request in self.requests) - began[1]
+        ahead = sum(is_ahead for _, is_ahead in made) / steps
+        return np.array([w for w, _ in made]), ahead, tokens / (self.clock.now - began[0])
+
+
+def test_good_drafts_make_it_draft_and_launches_do_not_wait():
+    device = Device(right=0.8)
+    device.run(50)
+    widths, ahead, speed = device.run(200)
+    assert widths.mean() > 4
+    assert ahead > 0.95
+    assert speed > 3.0
+
+
+def test_bad_drafts_cost_next_to_nothing():
+    device = Device(right=0.0, row=0.05)
+    device.run(50)
+    widths, ahead, speed = device.run(400)
+    assert (widths > 0).mean() < 0.1
+    assert speed > 0.97
+
+
+def test_each_request_gets_what_its_own_drafts_are_worth():
+    device = Device(right=np.array([0.9, 0.9, 0.0, 0.0]), batch=4, row=0.05)
+    device.run(100)
+    widths, _, speed = device.run(100)
+    assert widths[:, :2].mean() > 3 * widths[:, 2:].mean() + 1
+    assert speed > 6.0
+
+
+def test_it_is_tried_again_when_the_text_changes():
+    device = Device(right=0.0, row=0.05)
+    device.run(150)
+    device.right = 0.9
+    device.run(400)
+    widths, _, _ = device.run(50)
+    assert widths.mean() > 4
+
+
+@pytest.mark.parametrize("options", [{"is_possible": False}, {"device": False}, {"batch": 33}])
+def test_where_it_cannot_or_must_not(options):
+    widths, _, _ = Device(right=0.9, **options).run(60)
+    assert not widths.any()
