@@ -60,6 +60,8 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     SYNC: {"flags": ("--disable-overlap-schedule",)},
     NONE: {"profile": {"drafter": "none"}},
     "suffix 4": {"profile": {"drafter": "suffix", "max_drafts": 4}},
+    "device 4": {"profile": {"drafter": "device", "max_drafts": 4}},
+    "device 12": {"profile": {"drafter": "device", "max_drafts": 12}},
     ADAPTIVE: {"profile": {"drafter": "adaptive", "max_drafts": MOST_DRAFTS}},
     WITH_MODEL: {
         "profile": {"drafter": "adaptive", "max_drafts": MOST_DRAFTS},

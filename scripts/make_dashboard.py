@@ -201,10 +201,12 @@ CURVES = [
     ),
     curves(
         "Tokens and steps a second",
-        "Of all servers that were chosen. Trees: steps in which drafts branched.",
+        "Of all servers that were chosen. Trees: steps in which drafts branched. Device: steps "
+        "whose drafts the device made.",
         (per_second("emitted_tokens"), "tokens"),
         (per_second("verify_steps"), "steps"),
         (per_second("tree_steps"), "trees"),
+        (per_second("device_steps"), "device"),
         unit="ops",
     ),
     curves(

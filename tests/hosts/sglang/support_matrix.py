@@ -132,6 +132,7 @@ REQUESTS = {
 FALLBACKS = {
     "`error`, `timeout`, `garbage`": "a drafter raised, took too long, or returned no drafts",
     "`resting`": "a drafter that failed is left alone for a while",
+    "`device`": "drafts could not be made on the device: from then on the host makes them",
     "`prefill`": "the draft model could not read a prompt",
     "`catching_up`": (
         "the draft model reads what it missed of a request, at most 512 tokens a step; not a fault"

@@ -21,6 +21,7 @@ from outrider.drafters import (
     AheadDrafter,
     GuardedDrafter,
     ModelDrafter,
+    NgramDrafter,
     NoDrafter,
     RoutedDrafter,
     make_drafter,
@@ -32,6 +33,7 @@ from outrider.hosts.sglang.heads import draft_kind
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import (
     ADAPTIVE,
+    DEVICE,
     HEAD_OPTIONS,
     MODEL,
     TIERS,
@@ -42,6 +44,10 @@ from outrider.hosts.sglang.ranks import Message, Ranks
 from outrider.hosts.sglang.slot_heads import SlotHead
 
 logger = logging.getLogger(__name__)
+
+LOOKUP = {"min_n": 1, "max_n": 8}
+"""Of the lookup on the device, unless the profile says otherwise. A row costs little where it is
+used, so that drafts after a match of one token pay too."""
 
 
 @dataclass
@@ -59,6 +65,7 @@ class Drafters:
     ahead: the drafters that ask a draft server
     fallbacks: requests that went without drafts for reasons outside the drafters
     wants_calibration: whether control should be told first how long passes take
+    lookup: the n-grams that are looked up on the device
     """
 
     router: RoutedDrafter | NoDrafter
@@ -71,6 +78,7 @@ class Drafters:
     readers: Sequence[tuple[SglangDraftModel | SlotHead, set[str]]] = ()
     fallbacks: Counter[str] = field(default_factory=Counter)
     wants_calibration: bool = False
+    lookup: Mapping[str, int] = field(default_factory=lambda: dict(LOOKUP))
 
     @staticmethod
     def make(
@@ -92,6 +100,7 @@ class Drafters:
         guards: dict[str, GuardedDrafter] = {}
         models: list[ModelDrafter[Any]] = []
         made: list[Drafter] = []
+        lookup = dict(LOOKUP)
         ranks, heads = ranks or Ranks(), heads or {}
         ours = {name: head for name, head in heads.items() if head is not None}
         readers: list[tuple[SglangDraftModel | SlotHead, set[str]]] = []
@@ -132,6 +141,9 @@ class Drafters:
                     drafter = TieredDrafter(
                         drafts(_needed(model), {"min_survival": 0.0}), **options
                     )
+                elif name == DEVICE:
+                    lookup |= options
+                    drafter = NgramDrafter(**lookup)  # where the device cannot draft
                 elif name == MODEL:
                     drafter = drafts(_needed(model), options)
                 else:
@@ -151,7 +163,7 @@ class Drafters:
         made += [] if control is None else control.free.values()
         ahead = [drafter for drafter in made if isinstance(drafter, AheadDrafter)]
         found = Drafters(router, guards, model, control, ranks, models, ahead, readers)
-        found.wants_calibration = control is not None
+        found.wants_calibration, found.lookup = control is not None, lookup
         return found
 
     def prefill(self, plain: Any, drafters: set[str]) -> None:
@@ -200,6 +212,11 @@ class Drafters:
             self.model.undo("a pass failed on another rank")
             return Proposal.empty(len(requests))
         return proposal
+
+    def allow_device(self, may: bool) -> None:
+        """Tell control whether the device can draft in the next step."""
+        if self.control is not None and self.control.device is not None:
+            self.control.device.is_possible = may
 
     def look(self, requests: Sequence[Any], budget: Budget) -> None:
         """Let control look for the drafts of a step that was launched without: to learn."""

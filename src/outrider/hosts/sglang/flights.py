@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outrider.core import FinishReason, Ints, Outcomes, Proposal
 from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.on_device import told_drafts
 from outrider.hosts.sglang.request_table import Columns
 from outrider.hosts.sglang.requests import LiveRequest
 from outrider.hosts.sglang.rows import to_device, write_slots
@@ -31,6 +32,9 @@ class Flight:
     columns: of the whole batch
     proposal: their drafts
     rows: [N] which of the result's rows are theirs; None for all
+    ahead: whether it was launched before the step before it was read
+    widths: [B] how many drafts the device makes for each request of the batch. The host knows
+        them, and the proposal, when it has read the step; `rows` are requests then.
     result: what SGLang was told
     clock: of this step
     outcomes: what it did, once that is known
@@ -46,13 +50,16 @@ class Flight:
     result: Any = None
     outcomes: Outcomes | None = None
     drafters: Sequence[str] = ()
+    ahead: bool = False
+    widths: Ints | None = None
 
     def drop_ended(self) -> None:
         """Take out who ended before this step: what it emits for them is seen by nobody."""
         alive = [r for r, q in enumerate(self.requests) if q.finish_reason is None]
         if len(alive) == len(self.requests):
             return
-        assert self.proposal.num_rows == len(self.requests), "who has ended is given no drafts"
+        is_plain = self.proposal.num_rows == len(self.requests)
+        assert is_plain, "the host gives no drafts to who has ended"
         self.rows = np.array(alive, np.int64) if self.rows is None else self.rows[alive]
         self.requests = [self.requests[r] for r in alive]
         self.members, self.proposal = self.members[alive], Proposal.empty(len(alive))
@@ -66,6 +73,9 @@ class Flight:
         """Return what the target emits after each row. Waits for the step."""
         self.result.copy_done.synchronize()
         tokens: Tensor = self.result.next_token_ids.cpu()
+        if self.widths is not None:
+            tokens, self.proposal = told_drafts(tokens, self.widths, self.rows)
+            return tokens
         return tokens if self.rows is None else tokens[torch.from_numpy(self.rows)]
 
     def kept_rows(self) -> Ints:
@@ -88,8 +98,10 @@ class NextDraft(SpecInput):
     """What a batch of SGLang's carries from one step to the next.
 
     new_seq_lens, lens_cpu: [B] what is cached after the step, if it had no drafts
-    is_current: whether the device knows each request's length and last token: after a step with
-        drafts only the host will
+    is_current: whether host and device know each request's length, and the device its last token.
+        After a step with drafts only one of them does.
+    on_device: whether the device knows each request's text. The lengths here are the longest that
+        there may be then.
     verify_done: when `new_seq_lens` can be read
     flight: the step
     future_indices: set by the scheduler; the values are in buffers of the worker's
@@ -112,8 +124,10 @@ class NextDraft(SpecInput):
         is_current: bool = True,
         verify_done: Any = None,
         flight: Flight | None = None,
+        on_device: bool = False,
     ) -> None:
         super().__init__(SpecInputType.EAGLE_DRAFT)
+        self.on_device = on_device
         self.new_seq_lens, self.lens_cpu, self.is_current = new_seq_lens, lens_cpu, is_current
         self.verify_done, self.flight = verify_done, flight
 
@@ -127,6 +141,7 @@ class NextDraft(SpecInput):
     def merge_batch(self, other: NextDraft) -> None:
         """Take in the requests of another batch."""
         self.is_current = self.is_current and other.is_current
+        self.on_device = self.on_device and other.on_device
         self.verify_done = self.verify_done or other.verify_done
 
     def prepare_for_decode(self, batch: Any) -> None:

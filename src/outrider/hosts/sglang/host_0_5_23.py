@@ -264,7 +264,7 @@ def _worker_class() -> type:
             batch = changed(plain, sampling_info=source)
             result = self._step(batch, plain)
             draft = result.next_draft_input
-            if draft.is_current and len(plain.reqs):
+            if (draft.is_current or draft.on_device) and len(plain.reqs):
                 self._lens[index], self._lens_cpu[index_cpu] = draft.new_seq_lens, draft.lens_cpu
             return result
 

@@ -17,6 +17,7 @@ COUNTERS: dict[str, tuple[str, ...]] = {
     "verify_steps": ("Verify passes.",),
     "verify_rows": ("Rows of verify passes: last tokens and drafts.",),
     "tree_steps": ("Verify passes in which drafts branched.",),
+    "device_steps": ("Verify passes with drafts that the device made.",),
     "emitted_tokens": ("Tokens emitted by verify passes.",),
     "request_steps": ("Requests of verify passes, by who drafted; none if nobody.", "drafter"),
     "draft_tokens": ("Draft tokens proposed.", "drafter"),
@@ -47,6 +48,7 @@ FROM_THE_START: dict[str, tuple[str, ...]] = {
         "catching_up",
         "grammar",
         "rows",
+        "device",
     ),
     "foreseen": ("hit", "miss", "end", "none"),
     "step_seconds": ("scheduler", "draft_forward", "draft", "forward", "verify", "host"),
@@ -86,12 +88,23 @@ class Metrics:
             for of in FROM_THE_START.get(name, () if own else ("",)):
                 self._add(name, 0, of)
 
-    def record(self, outcomes: Outcomes, proposal: Proposal, drafters: Sequence[str]) -> None:
-        """Count one step. drafters: who drafted for each request, if somebody did."""
+    def record(
+        self,
+        outcomes: Outcomes,
+        proposal: Proposal,
+        drafters: Sequence[str],
+        on_device: bool = False,
+    ) -> None:
+        """Count one step.
+
+        drafters: who drafted for each request, if somebody did
+        on_device: whether the device made the drafts
+        """
         drafts, accepted = outcomes.num_drafts, outcomes.num_accepted_drafts
         self._add("verify_steps", 1)
         self._add("verify_rows", proposal.num_rows)
         self._add("tree_steps", not proposal.is_chain)
+        self._add("device_steps", on_device)
         self._add("emitted_tokens", len(outcomes.tokens))
         for count, times in enumerate(np.bincount(drafts).tolist()):
             for _ in range(times):

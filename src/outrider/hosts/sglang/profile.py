@@ -35,6 +35,9 @@ MODEL = "model"
 ADAPTIVE = "adaptive"
 """The drafter that chooses among the others, and how much, by measured goodput."""
 
+DEVICE = "device"
+"""Prompt lookup on the device: its steps are launched before the last one is known."""
+
 TIERS = "tiers"
 """The draft model with a number of drafts moved by SGLang's own rule: to compare with."""
 

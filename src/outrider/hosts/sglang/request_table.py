@@ -28,7 +28,8 @@ class Columns:
     careful: whether more than its tokens may end it: stop strings, a grammar, reasoning
     stop_ids: all tokens that may end one of them
     may_draft: whether one of them may have drafts
-    adaptive: whether control decides for all that may
+    drafters: of those that may
+    adaptive: whether control decides for all of them
     needs_text: whether what is sampled depends on what one of them has emitted
     wants_output: whether one of them wants logprobs or hidden states
     explain: whether one of them asks what each step did
@@ -40,6 +41,7 @@ class Columns:
     careful: Bools
     stop_ids: frozenset[int]
     may_draft: bool
+    drafters: frozenset[str]
     adaptive: bool
     needs_text: bool
     wants_output: bool
@@ -57,14 +59,16 @@ class Columns:
             for req, p in zip(reqs, params, strict=True)
         ]
         stops = set[int]().union(*map(_stop_ids, reqs))
+        drafters = frozenset(request.drafter for request in requests if request.max_drafts)
         return Columns(
             max_drafts=np.array([request.max_drafts for request in requests], np.int64),
             max_tokens=np.array([p.max_new_tokens for p in params], np.int64),
             kinds=[sampling_kind(p) for p in params],
             careful=np.array(careful, np.bool_),
             stop_ids=frozenset(stops),
-            may_draft=any(request.max_drafts for request in requests),
-            adaptive=all(r.drafter == ADAPTIVE for r in requests if r.max_drafts),
+            may_draft=bool(drafters),
+            drafters=drafters,
+            adaptive=drafters <= {ADAPTIVE},
             needs_text=any(
                 req.grammar is not None
                 or req.custom_logit_processor is not None

@@ -17,6 +17,7 @@ class LiveRequest(Request):
     drafter: who drafts for it
     max_drafts: the most drafts in a step
     explain: whether it asks what each step did
+    line, on_device: where its text is on the device, and how many tokens of it: see `on_device`
     tenant: whose texts it may share: those with its `cache_salt` or `extra_key`, as in SGLang's own
         prefix cache
     """
@@ -25,6 +26,8 @@ class LiveRequest(Request):
     drafter: str = "none"
     max_drafts: int = 0
     explain: bool = False
+    line: int = 0
+    on_device: int = 0
     tenant: str = ""
 
 

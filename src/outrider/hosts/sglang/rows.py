@@ -173,9 +173,14 @@ class StepRows:
         return StepRows(forward, groups)
 
 
-def kind_groups(kinds: Sequence[str], device: Any) -> Sequence[tuple[str, Tensor | None]]:
-    """Return the groups of a batch with one row for each request, for `sample`."""
-    names, order, sizes = _by_kind(kinds, np.arange(len(kinds)))
+def kind_groups(
+    kinds: Sequence[str], device: Any, owners: Ints | None = None
+) -> Sequence[tuple[str, Tensor | None]]:
+    """Return the groups of a batch, for `sample`.
+
+    owners: [N] the request of each row; by default there is one row for each
+    """
+    names, order, sizes = _by_kind(kinds, np.arange(len(kinds)) if owners is None else owners)
     if len(names) == 1:
         return [(names[0], None)]
     return list(zip(names, to_device(order, device).split(sizes), strict=True))

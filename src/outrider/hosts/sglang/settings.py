@@ -11,6 +11,7 @@ from outrider.drafters.registry import OURS
 from outrider.hosts.sglang import tracing
 from outrider.hosts.sglang.profile import (
     ADAPTIVE,
+    DEVICE,
     MODEL,
     REPAIR_VARIABLE,
     TIERS,
@@ -152,7 +153,7 @@ def _check_heads(sources: Mapping[str, Any], server_args: Any) -> None:
     """
     for name, source in sources.items():
         source.shape()
-        if name in (ADAPTIVE, MODEL, TIERS, *OURS):
+        if name in (ADAPTIVE, DEVICE, MODEL, TIERS, *OURS):
             raise Unsupported(f"a head of the name {name!r}", fix="choose another name for it")
     # 0.5.23 has both
     mode = getattr(server_args, "return_hidden_states_mode", None)
@@ -169,19 +170,22 @@ def _check_drafters(profile: Profile, draft: str | None) -> None:
     Those of other packages are made by the worker only: they may need its device.
     """
     from outrider.control import adaptive_drafter
+    from outrider.drafters import NgramDrafter
     from outrider.drafters.registry import known_drafters, make_drafter
 
     heads = {*profile.head_names(), *((draft,) if draft else ())}
-    known = known_drafters(ADAPTIVE, MODEL, TIERS, *heads)
+    known = known_drafters(ADAPTIVE, DEVICE, MODEL, TIERS, *heads)
+    made_here: dict[str, Callable[..., Any]]
+    made_here = {ADAPTIVE: adaptive_drafter, DEVICE: NgramDrafter}
     for name in profile.names(draft):
         options = profile.drafters.get(name, {})
-        if name == ADAPTIVE:
+        if name in made_here:
             try:
-                adaptive_drafter(None, **options)
+                made_here[name](**options)
             except (TypeError, ValueError) as error:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
         elif name not in (MODEL, TIERS, *heads) and known.get(name) is None:
-            make_drafter(name, options, others=(ADAPTIVE, MODEL, TIERS, *heads))
+            make_drafter(name, options, others=(ADAPTIVE, DEVICE, MODEL, TIERS, *heads))
 
 
 def _check_tokenizers(server_args: Any) -> None:

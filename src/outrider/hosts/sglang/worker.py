@@ -58,14 +58,15 @@ from outrider.hosts.sglang.heads import draft_kind, head_sources, load_heads
 from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
+from outrider.hosts.sglang.on_device import DeviceStep, DeviceTexts
 from outrider.hosts.sglang.penalties import Penalties
-from outrider.hosts.sglang.profile import load_profile
+from outrider.hosts.sglang.profile import ADAPTIVE, DEVICE, load_profile
 from outrider.hosts.sglang.ranks import Ranks
 from outrider.hosts.sglang.reported import accepted_drafts, count_step
 from outrider.hosts.sglang.request_table import Columns, RequestTable
 from outrider.hosts.sglang.requests import ActiveRequests, LiveRequest
 from outrider.hosts.sglang.row_limits import backend_rows, share_rows
-from outrider.hosts.sglang.rows import StepRows, kind_groups
+from outrider.hosts.sglang.rows import StepRows, kind_groups, to_device
 from outrider.hosts.sglang.sampling import sample, sampling_kind
 from outrider.hosts.sglang.settings import OWN, check_model, verify_pass
 from outrider.hosts.sglang.tracing import StepClock, Tracer
@@ -132,6 +133,10 @@ class OutriderWorker:
             self._drafters, names, profile.drafter, args, profile.max_drafts
         )
         self._begin_verify(args, profile.verify_pass)
+        self._texts: DeviceTexts | None = None
+        if {DEVICE, ADAPTIVE} & {*names} and self._ranks.alone and not self._heads:
+            table, lookup = runner.req_to_token_pool.req_to_token, self._drafters.lookup
+            self._texts = DeviceTexts(table, **lookup)
         self._penalties = Penalties()
         self._coins = DeviceCoins()
         num_rows = len(runner.req_to_token_pool.req_to_token)
@@ -263,7 +268,11 @@ class OutriderWorker:
     def _launch(self, batch: Any, plain: Any) -> GenerationBatchResult:
         draft = plain.spec_info
         if self._needs_nothing(batch, draft):
-            return self._launch_plain(batch, plain, StepClock(None))
+            return self._launch_plain(batch, plain, StepClock(None), ahead=True)
+        if draft.on_device and (widths := self._device_widths(batch)) is not None:
+            launched = self._launch_on_device(batch, plain, widths, StepClock(None), ahead=True)
+            if launched is not None:
+                return launched
         self._main = draft.main
         while self._flights:
             self._settle_next()
@@ -275,13 +284,21 @@ class OutriderWorker:
             calibrate(batch, plain, self._run_target, self._drafters, self._max_rows)
             clock.last = time.perf_counter()
         clock.lap("host")
-        columns = self._requests.columns
+        columns, is_whole = self._requests.columns, len(active.requests) == len(requests)
         proposal: Proposal = Proposal.empty(len(active.requests))
-        if columns.may_draft and active.requests[0].finish_reason is None:
+        widths = self._device_widths(batch) if is_whole and not columns.adaptive else None
+        if widths is None and columns.may_draft and active.requests[0].finish_reason is None:
             budget = self._budget(batch, active.requests, active.members)
+            may = is_whole and self._may_use_device(columns, int(active.lens.max()))
+            self._drafters.allow_device(may)
             proposal = self._drafters.propose(plain, active.requests, budget)
+            widths = self._device_widths(batch) if is_whole and columns.adaptive else None
         self._charge_draft(clock)
-        is_whole = len(active.requests) == len(requests)
+        if widths is not None:
+            self._tell_device(plain, active)
+            launched = self._launch_on_device(batch, plain, widths, clock)
+            if launched is not None:
+                return launched
         is_plain = is_whole and proposal.num_rows == len(requests)
         if is_plain and draft.is_current and not columns.needs_text:
             return self._launch_plain(batch, plain, clock)
@@ -319,10 +336,12 @@ class OutriderWorker:
 
     def _needs_nothing(self, batch: Any, draft: NextDraft) -> bool:
         """Say whether a step can be launched without knowing what the last one emitted."""
-        if not draft.is_current or self._drafters.wants_calibration:
+        if self._drafters.wants_calibration or not (draft.is_current or draft.on_device):
             return False
         if self._requests.differ(batch.reqs):
             self._requests.update(batch.reqs, self._first, *self._in_flight())
+        if not draft.is_current:
+            return False
         columns = self._requests.columns
         if columns.needs_text or columns.explain:
             return False
@@ -338,7 +357,9 @@ class OutriderWorker:
                 decoded.update(request.req.rid for request in flight.requests)
         return read, decoded
 
-    def _launch_plain(self, batch: Any, plain: Any, clock: StepClock) -> GenerationBatchResult:
+    def _launch_plain(
+        self, batch: Any, plain: Any, clock: StepClock, ahead: bool = False
+    ) -> GenerationBatchResult:
         """Launch one token for each request: the device has all that it takes."""
         requests, lens = self._requests.update(plain.reqs), plain.seq_lens
         new, new_cpu = lens + 1, plain.seq_lens_cpu + 1
@@ -356,8 +377,60 @@ class OutriderWorker:
         done, columns = self._record(), self._requests.columns
         rows = StepRows(forward, kind_groups(columns.kinds, batch.device))
         nothing: Proposal = Proposal.empty(len(requests))
-        flight = Flight(requests, np.arange(len(requests)), columns, nothing, clock)
+        members = np.arange(len(requests))
+        flight = Flight(requests, members, columns, nothing, clock, ahead=ahead)
         return self._run(flight, rows, NextDraft(new, new_cpu, True, done, flight))
+
+    # -- drafts on the device: see `on_device`
+
+    def _may_use_device(self, columns: Columns, longest: int) -> bool:
+        """Say whether the device can draft for a batch. longest: cached tokens of a request"""
+        texts = self._texts
+        if texts is None or columns.needs_text or columns.wants_output:
+            return False
+        # near the end of the context the host knows better how many drafts there may be
+        fits = longest + int(columns.max_drafts.max()) + 2 <= texts.width
+        return fits and len(columns.kinds) <= texts.most_requests
+
+    def _device_widths(self, batch: Any) -> Ints | None:
+        """Return how many drafts the device makes for each request; None if it makes none."""
+        columns, control = self._requests.columns, self._drafters.control
+        if not self._may_use_device(columns, int(batch.seq_lens_cpu.max())):
+            return None
+        if columns.drafters == {DEVICE}:
+            limit = min(self._max_rows, max_rows(*self._logits, 0))
+            widths = share_rows(columns.max_drafts, limit)[0]
+        elif columns.adaptive and control is not None and control.device is not None:
+            widths = control.device.of(self._requests.update(batch.reqs))
+        else:
+            return None
+        return widths if widths.any() else None
+
+    def _tell_device(self, plain: Any, active: ActiveRequests) -> None:
+        """Tell the device the texts and lengths of all requests: nothing is in flight."""
+        assert self._texts is not None
+        self._texts.write(active.requests)
+        plain.seq_lens = to_device(active.lens, plain.seq_lens.device).to(plain.seq_lens.dtype)
+
+    def _launch_on_device(
+        self, batch: Any, plain: Any, widths: Ints, clock: StepClock, ahead: bool = False
+    ) -> GenerationBatchResult | None:
+        """Launch a step with drafts that the device makes. After a fault there are no such."""
+        assert self._texts is not None
+        requests, columns = self._requests.update(plain.reqs), self._requests.columns
+        try:
+            step = self._texts.step(batch, plain, requests, columns.kinds, widths)
+        except Exception as error:
+            logger.warning("no more drafts on the device: %r", error)
+            self._drafters.fallbacks["device"] += len(requests)
+            self._texts = None
+            return None
+        nothing: Proposal = Proposal.empty(len(requests))
+        members = np.arange(len(requests))
+        flight = Flight(requests, members, columns, nothing, clock, ahead=ahead, widths=widths)
+        longest = plain.seq_lens_cpu + torch.from_numpy(widths) + 1
+        draft = NextDraft(step.lens, longest, False, None, flight, on_device=True)
+        return self._run(flight, step.rows, draft, step=step)
 
     def _pads(self, batch: Any, plain: Any, active: ActiveRequests, proposal: Proposal) -> bool:
         """Say whether SGLang's own verify pass is launched, not rows; the same on all ranks."""
@@ -395,10 +468,12 @@ class OutriderWorker:
         rows: StepRows,
         draft: NextDraft,
         launch: Callable[[], GenerationBatchResult] | None = None,
+        step: DeviceStep | None = None,
     ) -> GenerationBatchResult:
         """Launch a step's pass. What could wait is done while the device works.
 
         launch: how, if not as a decode batch of the rows
+        step: the same, if the device made its drafts
         """
         forward = rows.forward
         flight.clock.lap("host")
@@ -410,6 +485,10 @@ class OutriderWorker:
         emitted = self._ranks.of_rank_0(sampled)
         if draft.is_current:
             self._last_tokens[forward.req_pool_indices] = emitted
+        if step is not None:
+            assert self._texts is not None
+            draft.new_seq_lens, emitted = self._texts.advance(step, emitted)
+            draft.verify_done = self._record()
         flight.result = GenerationBatchResult(
             logits_output=output,
             next_token_ids=emitted,
@@ -463,7 +542,7 @@ class OutriderWorker:
         clock.lap("scheduler")
         emitted = flight.emitted()
         clock.lap("forward")
-        requests, proposal = flight.requests, flight.proposal
+        requests, proposal = flight.requests, flight.proposal  # it may be known only now
         self._requests.complete(requests)
         keep = partial(self._kept, flight)
         flight.outcomes = outcomes = settle(requests, proposal, match(emitted, proposal), keep)
@@ -471,15 +550,21 @@ class OutriderWorker:
         if not proposal.is_chain:
             order_slots(flight, self.model_runner, self._main)
         if self._metrics is not None or self._tracer is not None or flight.columns.explain:
-            flight.drafters = self._drafters.who(requests, proposal)
+            flight.drafters = (
+                [DEVICE] * len(requests)
+                if flight.widths is not None
+                else self._drafters.who(requests, proposal)
+            )
         if flight.columns.may_draft:
             self._drafters.router.observe(outcomes)
         outcomes.apply()
+        for request in requests if flight.widths is not None else ():
+            request.on_device = request.length
         clock.lap("host")
         self._step_ended = clock.last
         if self._later is not None:
             self._later()
-        self._later = partial(self._count, clock, outcomes, proposal, list(flight.drafters))
+        self._later = partial(self._count, flight)
 
     def _kept(
         self, flight: Flight, requests: Sequence[LiveRequest], tokens: Ints, counts: Ints
@@ -523,20 +608,23 @@ class OutriderWorker:
         return control is not None and control.is_asleep
 
     def _look_late(self) -> None:
-        """Look for the drafts that the step in flight goes without, and learn their worth."""
-        if not self._is_asleep() or not self._flights:
+        """Look for drafts of the host's, which the step in flight goes without: are they better?"""
+        flight = self._flights[-1] if self._flights else None
+        if not isinstance(flight, Flight) or not flight.ahead:
             return
-        flight = self._flights[-1]
-        if not isinstance(flight, Flight) or flight.proposal.num_rows > len(flight.requests):
+        if flight.widths is None and not self._is_asleep():
             return
         flight.drop_ended()
-        if len(self._flights) > 1 or not flight.requests or not flight.columns.may_draft:
+        if len(self._flights) > 1 or not flight.requests or not flight.columns.adaptive:
             return
         self._unlooked += 1
         if self._unlooked * LOOK <= len(flight.requests):
             return
         self._unlooked = 0
         budget, _ = self._share(flight.columns, flight.requests, flight.members)
+        # the step in flight adds to these, and the next one
+        longest = max(request.length for request in flight.requests) + int(budget.max_drafts.max())
+        self._drafters.allow_device(self._may_use_device(flight.columns, longest))
         self._drafters.look(flight.requests, budget)
 
     def _meanwhile(self) -> None:
@@ -602,12 +690,13 @@ class OutriderWorker:
         found: Bools = columns.careful[members] | (lengths >= columns.max_tokens[members])
         return found
 
-    def _count(
-        self, clock: StepClock, outcomes: Outcomes, proposal: Proposal, drafters: list[str]
-    ) -> None:
+    def _count(self, flight: Flight) -> None:
         """Tell the counters and the traces of a step that is over."""
+        clock, proposal, drafters = flight.clock, flight.proposal, list(flight.drafters)
+        outcomes = flight.outcomes
+        assert outcomes is not None
         if self._metrics is not None:
-            self._metrics.record(outcomes, proposal, drafters)
+            self._metrics.record(outcomes, proposal, drafters, flight.widths is not None)
             self._metrics.totals("fallbacks", self._drafters.totals())
             self._metrics.totals("foreseen", self._drafters.foreseen())
             self._metrics.times(clock.parts, outcomes)

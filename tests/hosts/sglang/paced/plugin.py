@@ -27,6 +27,7 @@ from paced import recorder
 from paced.clock import SPIN, now, sharpen_sleep
 from paced.device import Device
 from paced.profiles import PROFILES
+from paced.tensor import run_kernel
 
 VARIABLE = "OUTRIDER_PACED"
 PLUGIN = "outrider_paced"
@@ -91,6 +92,10 @@ def _lay_hooks(setting: str) -> None:
     }
     for name, (hook, kind) in hooks.items():
         HookRegistry.register(f"sglang.srt.{name}", hook, kind)
+    if os.environ.get("SGLANG_PLUGINS") != PLUGIN:
+        for kernel in ("draft_rows", "accept"):
+            name = f"outrider.hosts.sglang.on_device.{kernel}"
+            HookRegistry.register(name, run_kernel, HookType.AROUND)
     if make_device(setting).reads_each_row:
         _verify_by_target()
     if file := os.environ.get(recorder.VARIABLE):

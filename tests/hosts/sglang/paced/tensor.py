@@ -145,6 +145,14 @@ def _marked(result: Any, ready: float, wait: Wait) -> Any:
     return result
 
 
+def run_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call what is one launch on a device, however many ops stand for it here."""
+    ready, wait = _latest(args, kwargs)
+    with _plain():
+        result = kernel(*args, **kwargs)
+        return result if wait is None else _marked(result, ready, wait)
+
+
 class GreedyLogits(Timed):
     """Logits of which only the best token is known: [N, V] without memory.
 
