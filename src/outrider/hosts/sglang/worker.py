@@ -134,7 +134,9 @@ class OutriderWorker:
         )
         self._begin_verify(args, profile.verify_pass)
         self._texts: DeviceTexts | None = None
-        if {DEVICE, ADAPTIVE} & {*names} and self._ranks.alone and not self._heads:
+        # other backends plan a pass by lengths, which the host does not know then
+        can = args.attention_backend in (OWN, "torch_native") and self._ranks.alone
+        if can and {DEVICE, ADAPTIVE} & {*names} and not self._heads:
             table, lookup = runner.req_to_token_pool.req_to_token, self._drafters.lookup
             self._texts = DeviceTexts(table, **lookup)
         self._penalties = Penalties()
