@@ -108,6 +108,7 @@ CALLS: dict[str, str] = {
         "self keep_indices keep_indices_device"
     ),
     "speculative.base_spec_worker.BaseSpecWorker.init_cuda_graphs": "self",
+    "speculative.base_spec_worker.BaseSpecWorker.weight_update_runners": "self",
     "speculative.spec_info.SpeculativeAlgorithm.register": (
         "cls name supports_overlap validate_server_args spec_class"
     ),

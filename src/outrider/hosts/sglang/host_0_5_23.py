@@ -241,6 +241,10 @@ def _worker_class() -> type:
             draft = self._draft_worker
             return () if draft is None else (draft.model_runner,)
 
+        def weight_update_runners(self) -> list[tuple[str, Any]]:
+            """Return none: the draft model keeps its weights. The host would ask its own worker."""
+            return []
+
         def init_cuda_graphs(self) -> None:
             """Begin: this comes last, when caches and attention backends are there."""
             super().init_cuda_graphs()
