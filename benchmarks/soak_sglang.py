@@ -150,9 +150,28 @@ def with_options(wish: workload.Wish, **options: Any) -> tuple[str, dict[str, An
     return wish.path, body
 
 
+def essentials(answer: Any) -> dict[str, Any]:
+    """Return what of an answer has to be that of plain decoding."""
+    logprobs = without_masked(workload.logprobs(answer))
+    return {"essence": workload.essence(answer), "logprobs": logprobs}
+
+
+def without_masked(found: Any) -> Any:
+    """Leave out tokens that a grammar forbids: which of them are listed varies, all are equal."""
+    if isinstance(found, dict):
+        return {key: without_masked(value) for key, value in found.items() if not _masked(value)}
+    if isinstance(found, list):
+        return None if found and _masked(found[0]) else [without_masked(one) for one in found]
+    return found
+
+
+def _masked(value: Any) -> bool:
+    return isinstance(value, float) and value < -1e38
+
+
 def difference(wish: workload.Wish, answer: Any, plain: Any) -> Any:
     """Return how an answer differs from plain decoding's: in ids, text, end, counts or logprobs."""
-    found = {"essence": workload.essence(answer), "logprobs": workload.logprobs(answer)}
+    found = essentials(answer)
     if found["essence"] != plain["essence"]:
         return found["essence"], plain["essence"]
     try:
@@ -209,7 +228,7 @@ class Soak:
     async def _plain(self, wish: workload.Wish, limit: asyncio.Semaphore) -> dict[str, Any]:
         async with limit:
             answer = await self.ask(*with_options(wish, max_drafts=0))
-        return {"essence": workload.essence(answer), "logprobs": workload.logprobs(answer)}
+        return essentials(answer)
 
     async def _round(self, levels: Sequence[int]) -> None:
         running: set[asyncio.Task[None]] = set()
