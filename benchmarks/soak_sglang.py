@@ -5,16 +5,15 @@
 Run it in the environment of scripts/setup-sglang-cpu. About 2,000 distinct requests of every kind
 and form are answered once without drafts (`max_drafts: 0`). Then requests are drawn from them, each
 with a drafter, up to 256 at once, and each complete answer is compared. Meanwhile clients hang up
-or time out, some requests are malformed, and one trouble follows the other (`Troubles`). After each
-round the server is left idle, and its memory, files, threads and used slots are noted. A run can be
-continued: `--state` has all that it found. Request N of a seed is always the same.
+or time out, some requests are malformed, and one trouble follows another (`soak_troubles.py`).
+After each round the server is left idle, and its memory, files, threads and used slots are noted. A
+run can be continued: `--state` has all that it found. Request N of a seed is always the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import dataclasses
 import json
 import random
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import aiohttp
@@ -35,15 +33,26 @@ import psutil
 from common import write
 from common_sglang import Server, end_servers_at_sigterm
 from rich.progress import Progress
+from soak_traffic import (
+    BROKEN,
+    DRAFTERS,
+    MALFORMED,
+    MANNERS,
+    difference,
+    distinct_requests,
+    essentials,
+    num_tokens,
+    with_options,
+)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang/site"))
+from outrider.report import provenance
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang"))
 import parity
 import workload
 from draft_process import TINY, DraftProcess
-from outrider_test_site import no_repeat_processor
 from server import merge_stream
-
-from outrider.report import provenance
+from soak_troubles import TROUBLES
 
 DISTINCT = 2000
 LEVELS = (1, 4, 16, 64, 256)
@@ -52,14 +61,8 @@ LEVELS = (1, 4, 16, 64, 256)
 TROUBLE_EVERY = 200
 """Requests from one trouble to the next."""
 
-SECONDS = 1.0
-"""How long most troubles last."""
-
 PATIENCE = 600.0
 """Seconds after which a request is lost."""
-
-MANNERS = {"ask": 90, "hang up": 4, "time out": 3, "malformed": 3}
-"""How clients behave, with weights."""
 
 FLAGS = [
     *parity.COMMON, *parity.OUTRIDER, *parity.DETERMINISTIC,
@@ -69,20 +72,6 @@ FLAGS = [
     *("--log-level-http", "warning"),
 ]  # fmt: skip
 """A cache that is too small for so many requests: some are retracted."""
-
-BROKEN = ("raising", "hanging", "out_of_range", "floats", "wrong")
-DRAFTERS = (*parity.DRAFTERS, "ahead", "none", *BROKEN)
-
-MALFORMED: tuple[dict[str, Any] | str, ...] = (
-    "{",
-    {"sampling_params": {}},
-    {"text": 7},
-    {"text": "a", "sampling_params": {"temperature": -1}},
-    {"text": "a", "sampling_params": {"max_new_tokens": -5}},
-    {"text": "a", "sampling_params": {"custom_params": {"outrider": 7}}},
-    {"text": "a", "sampling_params": {"custom_params": {"outrider": {"max_drafts": -1}}}},
-    {"text": "a", "sampling_params": {"custom_params": {"outrider": {"drafter": "nobody"}}}},
-)
 
 
 @dataclass
@@ -134,55 +123,6 @@ class State:
         new.replace(file)
 
 
-def distinct_requests(count: int, seed: int) -> list[workload.Wish]:
-    """Return requests of every kind and form."""
-    kinds = workload.greedy("stories260k") | workload.SEEDED | workload.FILTERED
-    made = workload.make(kinds | workload.GRAMMAR, count, seed, 16, no_repeat_processor())
-    # a grammar and a processor together may forbid every token
-    return [w for w in made if not (w.form == "processor" and w.kind in workload.GRAMMAR)]
-
-
-def with_options(wish: workload.Wish, **options: Any) -> tuple[str, dict[str, Any]]:
-    """Return a request with options of Outrider's."""
-    body = copy.deepcopy(wish.body)
-    params = body["sampling_params"] if wish.path == "/generate" else body
-    params["custom_params"] = {**params.get("custom_params", {}), "outrider": options}
-    return wish.path, body
-
-
-def essentials(answer: Any) -> dict[str, Any]:
-    """Return what of an answer has to be that of plain decoding."""
-    logprobs = without_masked(workload.logprobs(answer))
-    return {"essence": workload.essence(answer), "logprobs": logprobs}
-
-
-def without_masked(found: Any) -> Any:
-    """Leave out tokens that a grammar forbids: which of them are listed varies, all are equal."""
-    if isinstance(found, dict):
-        return {key: without_masked(value) for key, value in found.items() if not _masked(value)}
-    if isinstance(found, list):
-        return None if found and _masked(found[0]) else [without_masked(one) for one in found]
-    return found
-
-
-def _masked(value: Any) -> bool:
-    return isinstance(value, float) and value < -1e38
-
-
-def difference(wish: workload.Wish, answer: Any, plain: Any) -> Any:
-    """Return how an answer differs from plain decoding's: in ids, text, end, counts or logprobs."""
-    found = essentials(answer)
-    if found["essence"] != plain["essence"]:
-        return found["essence"], plain["essence"]
-    try:
-        gap = workload.furthest(found["logprobs"], plain["logprobs"])
-    except AssertionError:
-        gap = float("inf")
-    # SGLang adds several penalties in another order in each process
-    within = 1e-5 if "additive" in wish.kind else 0.0
-    return None if gap <= within else (gap, found["logprobs"], plain["logprobs"])
-
-
 class Refused(Exception):
     """The server did not answer with status 200."""
 
@@ -216,6 +156,7 @@ class Soak:
                     *(self._plain(w, limit) for w in self.wishes)
                 )
                 await self.rest()
+                tick()
             troubling = asyncio.create_task(self._trouble())
             while not over():
                 started = time.monotonic()
@@ -232,7 +173,7 @@ class Soak:
 
     async def _round(self, levels: Sequence[int]) -> None:
         running: set[asyncio.Task[None]] = set()
-        names = sorted(TROUBLES)
+        names = list(TROUBLES)
         for level in random.Random(f"{self.state.seed}/{self.state.number}").sample(
             levels, len(levels)
         ):
@@ -288,7 +229,7 @@ class Soak:
             return
         self.state.counts["compared"] += 1
         self.state.drafters[drafter] += 1
-        self.state.tokens += sum(map(_tokens, answer if isinstance(answer, list) else [answer]))
+        self.state.tokens += num_tokens(answer)
         if (differs := difference(wish, answer, self.state.plain[index])) is not None:
             self._note("wrong", number, name, drafter, differs)
 
@@ -374,69 +315,6 @@ class Soak:
             for key, value in metrics.items():
                 if key.startswith(f"outrider:{name}_total{{"):
                     counter[key.partition(f'{label}="')[2].partition('"')[0]] += int(value)
-
-
-def _tokens(answer: Any) -> int:
-    if "choices" in answer:
-        return int((answer["usage"] or {}).get("completion_tokens", 0))
-    return int(answer["meta_info"]["completion_tokens"])
-
-
-# -- troubles
-
-
-async def flush_cache(soak: Soak) -> None:
-    """Flush the prefix cache: a busy server refuses."""
-    assert await soak.post("/flush_cache") in (200, 400)
-
-
-async def pause(soak: Soak, mode: str, *meanwhile: tuple[str, dict[str, Any]]) -> None:
-    """Pause all requests, do something, continue them."""
-    assert await soak.post("/pause_generation", {"mode": mode}) == 200
-    await asyncio.sleep(0.2)
-    for path, body in meanwhile:
-        assert await soak.post(path, body) == 200, path
-    assert await soak.post("/continue_generation", {}) == 200
-
-
-WEIGHTS = "/update_weights_from_disk", {"model_path": str(TINY / "target")}
-
-
-async def update_weights(soak: Soak) -> None:
-    """Load the same weights again: SGLang first lets all requests end."""
-    assert await soak.post(*WEIGHTS) == 200
-
-
-async def change_logging(soak: Soak) -> None:
-    """Log every request for a while."""
-    for wanted in (True, False):
-        body = {"log_requests": wanted, "log_requests_level": 2 if wanted else 0}
-        assert await soak.post("/configure_logging", body) == 200
-        await asyncio.sleep(SECONDS)
-
-
-async def say(soak: Soak, file: str, *words: str) -> None:
-    """Write each word into a file that the server reads, for a while."""
-    for word in words:
-        (soak.folder / file).write_text(word)
-        await asyncio.sleep(SECONDS)
-
-
-TROUBLES: dict[str, Callable[[Soak], Any]] = {
-    "cache flush": flush_cache,
-    "weight update": update_weights,
-    "pause in place": lambda soak: pause(soak, "in_place"),
-    "pause with retraction": lambda soak: pause(soak, "retract"),
-    "weight update while paused": lambda soak: pause(soak, "retract", WEIGHTS),
-    "logging changed": change_logging,
-    "draft process killed": lambda soak: asyncio.to_thread(soak.drafts.restart, Event()),
-    "draft process stalled": lambda soak: asyncio.to_thread(soak.drafts.stall, Event()),
-    "draft model out of memory": lambda soak: say(soak, "fault", "oom", ""),
-    "draft model computes NaN": lambda soak: say(soak, "fault", "nan", ""),
-    "draft model reads no prompts": lambda soak: say(soak, "fault", "prefill", ""),
-    "clock steps": lambda soak: say(soak, "clock", "3600", "-3600", "0"),
-}
-"""What happens to the server while it works, one after the other."""
 
 
 # -- a run

@@ -26,7 +26,11 @@ class DraftProcess:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        assert "draft server:" in self.process.stdout.readline()
+        try:
+            assert "draft server:" in self.process.stdout.readline()
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self):
         self.process.kill()

@@ -10,7 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import soak_sglang
-from soak_sglang import LEVELS, TROUBLES, Soak, State
+import soak_troubles
+from soak_sglang import Soak, State
 
 DISTINCT = 120
 
@@ -27,7 +28,7 @@ def soak(launch, tmp_path_factory):
 
     with soak_sglang.started(folder, start) as (server, drafts), pytest.MonkeyPatch.context() as m:
         m.setattr(soak_sglang, "TROUBLE_EVERY", 18)
-        m.setattr(soak_sglang, "SECONDS", 0.5)
+        m.setattr(soak_troubles, "SECONDS", 0.5)
 
         def run(state, rule):
             (folder / "rule").write_text(rule)
@@ -49,7 +50,7 @@ def test_no_answer_is_wrong_or_lost(found):
     assert found.broken == []
     assert found.counts["compared"] > 150
     assert not any(sample["used_slots"] for sample in found.samples)
-    assert set(found.troubles) == set(TROUBLES)
+    assert set(found.troubles) == set(soak_troubles.TROUBLES)
     assert min(found.counts[name] for name in ("hung up", "timed out", "refused")) > 0
     assert {name for name, count in found.fallbacks.items() if count} > {"error", "garbage"}
 
@@ -68,4 +69,3 @@ def test_memory_slope():
 
     samples = [sample(piece, n) for piece in (1, 2) for n in range(9)]
     assert soak_sglang.memory_slope(samples) == 2.0
-    assert max(LEVELS) == 256
