@@ -61,13 +61,13 @@ LEVELS = (1, 4, 16, 64, 256)
 TROUBLE_EVERY = 200
 """Requests from one trouble to the next."""
 
-PATIENCE = 600.0
+PATIENCE = 3600.0
 """Seconds after which a request is lost."""
 
 FLAGS = [
     *parity.COMMON, *parity.OUTRIDER, *parity.DETERMINISTIC,
     *("--speculative-draft-model-path", str(TINY / "draft"), "--speculative-num-steps", "4"),
-    *("--max-total-tokens", "2400", "--max-running-requests", "96", "--enable-metrics"),
+    *("--max-total-tokens", "1600", "--max-running-requests", "96", "--enable-metrics"),
     *("--schedule-conservativeness", "0.05", "--chunked-prefill-size", "256"),
     *("--log-level-http", "warning"),
 ]  # fmt: skip
@@ -138,7 +138,7 @@ class Soak:
         self.troubles: asyncio.Queue[str] = asyncio.Queue()
         self.session: aiohttp.ClientSession
         family = psutil.Process(server.process.pid).children(recursive=True)
-        self._scheduler = next(p for p in family if "scheduler" in "".join(p.cmdline()))
+        self._scheduler = max(family, key=lambda process: int(process.memory_info().rss))
         state.pieces += 1
 
     async def run(
