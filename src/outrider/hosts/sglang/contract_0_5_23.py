@@ -22,6 +22,8 @@ HOOKS: dict[str, str] = {
     "._stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._resolve_spec_v2_tokens": "self result batch",
+    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    ".process_batch_result_prefill": "self batch result",
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
