@@ -64,6 +64,9 @@ TROUBLE_EVERY = 200
 PATIENCE = 3600.0
 """Seconds after which a request is lost."""
 
+ENOUGH = 16
+"""Samples that a slope of memory takes."""
+
 FLAGS = [
     *parity.COMMON, *parity.OUTRIDER, *parity.DETERMINISTIC,
     *("--speculative-draft-model-path", str(TINY / "draft"), "--speculative-num-steps", "4"),
@@ -341,9 +344,14 @@ def started(folder: Path, start: Callable[..., Server]) -> Iterator[tuple[Server
         drafts.stop()
 
 
-def memory_slope(samples: Sequence[dict[str, Any]]) -> float:
-    """Return MB of the scheduler in 1,000 requests, over the later half of each process's life."""
+def memory_slope(samples: Sequence[dict[str, Any]]) -> float | None:
+    """Return MB of the scheduler in 1,000 requests, over the later half of each process's life.
+
+    None if there are too few samples to tell.
+    """
     products = squares = 0.0
+    if len(samples) < ENOUGH:
+        return None
     for piece in {sample["piece"] for sample in samples}:
         mine = [sample for sample in samples if sample["piece"] == piece]
         later = mine[len(mine) // 2 :]
@@ -351,7 +359,7 @@ def memory_slope(samples: Sequence[dict[str, Any]]) -> float:
         y = np.array([sample["rss_mb"] for sample in later])
         products += float(((x - x.mean()) * (y - y.mean())).sum())
         squares += float(((x - x.mean()) ** 2).sum())
-    return round(products / squares, 3) if squares else 0.0
+    return round(products / squares, 3)
 
 
 def summary(state: State, distinct: int) -> dict[str, Any]:

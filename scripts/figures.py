@@ -314,8 +314,10 @@ def soak() -> Iterator[Row]:
     for name in ("wrong", "lost"):
         yield [f"{name} answers", str(found[name])]
     yield ["cache slots leaked", str(found["leaked_slots"])]
-    slope = found["memory_slope_mb_per_1000"]
-    yield ["memory of the scheduler, MB in 1,000 requests", f"{slope:+.2f}"]
+    first, *_, last = (f"{sample['rss_mb']:.0f}" for sample in found["samples"])
+    yield ["memory of the scheduler after the first and the last round, MB", f"{first}, {last}"]
+    if (slope := found["memory_slope_mb_per_1000"]) is not None:
+        yield ["its growth in 1,000 requests, over the later half, MB", f"{slope:+.2f}"]
     for name, count in (found["clients"] | {"retractions": found["retractions"]}).items():
         yield [f"clients: {name}" if name in found["clients"] else name, f"{count:,}"]
     for name, count in sorted(found["troubles"].items()):

@@ -27,7 +27,7 @@ def soak(launch, tmp_path_factory):
         return launch("soak", model, *flags, **environment, OUTRIDER_TEST_RULE=rule)
 
     with soak_sglang.started(folder, start) as (server, drafts), pytest.MonkeyPatch.context() as m:
-        m.setattr(soak_sglang, "TROUBLE_EVERY", 13)
+        m.setattr(soak_sglang, "TROUBLE_EVERY", 12)
         m.setattr(soak_troubles, "SECONDS", 0.3)
 
         def run(state, rule, *levels):
@@ -69,3 +69,4 @@ def test_memory_slope():
 
     samples = [sample(piece, n) for piece in (1, 2) for n in range(9)]
     assert soak_sglang.memory_slope(samples) == 2.0
+    assert soak_sglang.memory_slope(samples[:4]) is None
