@@ -25,6 +25,7 @@ PAGES = [
     *(
         f"docs/{name}.md"
         for name in (
+            "guarantee",
             "control",
             "heads",
             "ahead",
@@ -303,6 +304,28 @@ def _static(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
+def soak() -> Iterator[Row]:
+    """What a long run of mixed traffic amid faults found."""
+    found = result("soak_sglang")
+    yield ["", f"SGLang {found['provenance']['versions']['sglang']}"]
+    asked = f"{found['distinct']:,} distinct, up to {max(found['concurrencies'])} at once"
+    yield ["requests", f"{found['requests']:,} ({asked})"]
+    yield ["answers compared", f"{found['compared']:,} ({found['tokens']:,} tokens)"]
+    for name in ("wrong", "lost"):
+        yield [f"{name} answers", str(found[name])]
+    yield ["cache slots leaked", str(found["leaked_slots"])]
+    first, *_, last = (f"{sample['rss_mb']:.0f}" for sample in found["samples"])
+    yield ["memory of the scheduler after the first and the last round, MB", f"{first}, {last}"]
+    if (slope := found["memory_slope_mb_per_1000"]) is not None:
+        yield ["its growth in 1,000 requests, over the later half, MB", f"{slope:+.2f}"]
+    for name, count in (found["clients"] | {"retractions": found["retractions"]}).items():
+        yield [f"clients: {name}" if name in found["clients"] else name, f"{count:,}"]
+    for name, count in sorted(found["troubles"].items()):
+        yield [name, f"{count:,}"]
+    for name in ("error", "timeout", "garbage", "resting", "prefill", "catching_up"):
+        yield [f"requests of steps without drafts: `{name}`", f"{found['fallbacks'][name]:,}"]
+
+
 def compatibility() -> Iterator[Row]:
     """What CI installs, and what it runs there: from requirements/ and .ci/run."""
     ci = (ROOT / ".ci/run").read_text()
@@ -344,7 +367,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
         paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
         kernels_static, compatibility, heads, pool, ahead_counted, ahead_real,
-        ahead_coins,
+        ahead_coins, soak,
     )
 }  # fmt: skip
 

@@ -102,6 +102,27 @@ def test_who_has_no_token_yet_sends_nothing(monkeypatch):
     assert stream() == [speaks, ended]
 
 
+def test_prompt_logprobs_go_to_their_requests(monkeypatch):
+    """Three prompts of 2, 3 and 2 tokens. The second request was retracted while they were read."""
+    monkeypatch.setattr(hooks, "chosen_args", object)
+    reqs = [host_request(), host_request(), host_request()]
+    batch = SimpleNamespace(reqs=reqs, return_logprob=True)
+
+    def kept():
+        output = SimpleNamespace(input_token_logprobs=torch.arange(7.0))
+        result = SimpleNamespace(logits_output=output, copy_done=None)
+        result.extend_input_len_per_req = [2, 5, 2]
+        result.extend_logprob_start_len_per_req = [0, 2, 0]
+        hooks.keep_prompt_logprobs(None, batch, result)
+        return output.input_token_logprobs.tolist()
+
+    assert kept() == [0, 1, 2, 3, 4, 5, 6]
+    reqs[1].is_retracted = True
+    assert kept() == [0, 1, 5, 6]  # the host gives the third what follows the first
+    reqs[0].finished_reason = FINISH_LENGTH(0)
+    assert kept() == [5, 6]
+
+
 class Grammar:
     """Allows "ab" and ends with it."""
 

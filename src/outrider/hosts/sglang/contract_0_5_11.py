@@ -25,6 +25,8 @@ HOOKS: dict[str, str] = {
     "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": "self seq_lens_cpu_cache",
     "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
     "._resolve_spec_overlap_token_ids": "self result batch",
+    "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
+    ".process_batch_result_prefill": "self batch result",
     "managers.overlap_utils.FutureMap.resolve_future": "self model_worker_batch",
     "managers.overlap_utils.FutureMap.store_to_map": "self future_indices batch_result",
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",

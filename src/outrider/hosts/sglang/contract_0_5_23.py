@@ -22,6 +22,8 @@ HOOKS: dict[str, str] = {
     "._stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._resolve_spec_v2_tokens": "self result batch",
+    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+    ".process_batch_result_prefill": "self batch result",
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
@@ -108,6 +110,7 @@ CALLS: dict[str, str] = {
         "self keep_indices keep_indices_device"
     ),
     "speculative.base_spec_worker.BaseSpecWorker.init_cuda_graphs": "self",
+    "speculative.base_spec_worker.BaseSpecWorker.weight_update_runners": "self",
     "speculative.spec_info.SpeculativeAlgorithm.register": (
         "cls name supports_overlap validate_server_args spec_class"
     ),

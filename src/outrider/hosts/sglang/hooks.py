@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+
 from outrider.hosts.sglang import cpu, memory
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import load_profile, request_options
@@ -74,6 +77,29 @@ def spec_decoding_metrics(
             del meta_info[name]
         return
     correct_meta_info(meta_info, getattr(recv_obj, host().accepted)[i])
+
+
+def keep_prompt_logprobs(self: Any, batch: Any, result: Any) -> None:
+    """Drop the prompt logprobs of requests that have left: SGLang does not step over them.
+
+    Whoever follows in the batch would get theirs.
+    """
+    if chosen_args() is None or not batch.return_logprob:
+        return
+    found = result.logits_output.input_token_logprobs
+    if found is None:
+        return
+    left = [
+        req.is_retracted or (req.finished() and getattr(req, "inflight_middle_chunks", 0) <= 0)
+        for req in batch.reqs
+    ]
+    if not any(left):
+        return
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    lens, starts = result.extend_input_len_per_req, result.extend_logprob_start_len_per_req
+    kept = np.repeat(~np.array(left), np.array(lens) - np.array(starts))
+    result.logits_output.input_token_logprobs = found[torch.from_numpy(kept).to(found.device)]
 
 
 def stream_output(

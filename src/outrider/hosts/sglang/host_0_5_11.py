@@ -316,6 +316,7 @@ _HOOKS: dict[str, hooks.Hook] = {
     "server_args.ServerArgs._handle_speculative_decoding": (_handle_speculative_decoding, "AFTER"),
     "server_args.ServerArgs._handle_gpu_memory_settings": (_handle_gpu_memory_settings, "AROUND"),
     f"{_MIXIN}.stream_output_generation": (hooks.stream_output, "AROUND"),
+    f"{_MIXIN}.process_batch_result_prefill": (hooks.keep_prompt_logprobs, "BEFORE"),
     f"{_MIXIN}._resolve_spec_overlap_token_ids": (_resolve_tokens, "AROUND"),
     "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": (_model_worker_batch, "AFTER"),
     "managers.overlap_utils.FutureMap.resolve_future": (_resolve_future, "AROUND"),

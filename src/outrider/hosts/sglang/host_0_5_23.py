@@ -241,6 +241,10 @@ def _worker_class() -> type:
             draft = self._draft_worker
             return () if draft is None else (draft.model_runner,)
 
+        def weight_update_runners(self) -> list[tuple[str, Any]]:
+            """Return none: the draft model keeps its weights. The host would ask its own worker."""
+            return []
+
         def init_cuda_graphs(self) -> None:
             """Begin: this comes last, when caches and attention backends are there."""
             super().init_cuda_graphs()
@@ -363,6 +367,7 @@ _HOOKS: dict[str, hooks.Hook] = {
     "server_args.ServerArgs.resolve_once": (_refuse_repair, "BEFORE"),
     "speculative.spec_utils.spec_prepare_for_decode": (_prepare_for_decode, "AROUND"),
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": (_copy_for_forward, "AFTER"),
+    f"{_PROCESSOR}.process_batch_result_prefill": (hooks.keep_prompt_logprobs, "BEFORE"),
     f"{_PROCESSOR}._resolve_spec_v2_tokens": (_resolve_tokens, "AROUND"),
     f"{_STREAMER}._stream_output_generation": (hooks.stream_output, "AROUND"),
     "model_executor.runner.eager_runner.get_eager_max_batch_size": (_eager_batch_size, "AROUND"),

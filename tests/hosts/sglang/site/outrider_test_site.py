@@ -59,13 +59,13 @@ class Raising(NgramDrafter):
 
 
 class Hanging(NgramDrafter):
-    """Hangs for 5 seconds in its third proposal."""
+    """Hangs for 5 seconds in its third proposal, and in one of 500 from then on."""
 
     name, calls = "hanging", 0
 
     def propose(self, requests, budget):
         self.calls += 1
-        if self.calls == 3:
+        if self.calls % 500 == 3:
             time.sleep(5)
         return super().propose(requests, budget)
 
@@ -97,18 +97,22 @@ def register_faults():
     "once": the 20th pass
     "prefill": every prefill, so that all that the draft model reads it has to read later
     "leak": one of the slots that are freed is not, once the file $OUTRIDER_TEST_PASSES exists
+    a path: "oom", "nan", "prefill" or nothing, as that file says at the time
 
     To the file $OUTRIDER_TEST_PASSES each pass appends its mode and its number of tokens.
     """
-    fault, path = os.environ.get("OUTRIDER_TEST_FAULT"), os.environ.get("OUTRIDER_TEST_PASSES")
-    if not fault:
+    said, path = os.environ.get("OUTRIDER_TEST_FAULT"), os.environ.get("OUTRIDER_TEST_PASSES")
+    if not said:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     calls = itertools.count()
 
+    def now():
+        return Path(said).read_text() if os.sep in said else said
+
     def forward(original, self, batch):
-        call = next(calls)
+        call, fault = next(calls), now()
         if path:
             with Path(path).open("a") as passes:
                 passes.write(f"{batch.forward_mode.name} {len(batch.input_ids)}\n")
@@ -120,20 +124,27 @@ def register_faults():
         return logits
 
     def prefill(original, self, batch):
-        if fault == "prefill":
+        if now() == "prefill":
             raise torch.OutOfMemoryError("no room for the draft model")
         return original(self, batch)
 
     def free(original, self, slots):
         return original(self, slots[Path(path).exists() :])
 
-    if fault == "leak":
+    if said == "leak":
         allocator = "sglang.srt.mem_cache.allocator.TokenToKVPoolAllocator"
         HookRegistry.register(f"{allocator}.free", free, HookType.AROUND)
         return
     model = "outrider.hosts.sglang.draft_model.SglangDraftModel"
     HookRegistry.register(f"{model}._forward", forward, HookType.AROUND)
     HookRegistry.register(f"{model}.prefill", prefill, HookType.AROUND)
+
+
+def register_clock():
+    """Let the wall clock be off by as many seconds as the file $OUTRIDER_TEST_CLOCK says."""
+    path, right = os.environ.get("OUTRIDER_TEST_CLOCK"), time.time
+    if path:
+        time.time = lambda: right() + float(Path(path).read_text() or 0)
 
 
 def register_rank_faults():

@@ -1,0 +1,89 @@
+"""The requests of soak_sglang.py, of every kind and form, and what of answers must be equal."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang/site"))
+import parity
+import workload
+from outrider_test_site import no_repeat_processor
+
+MANNERS = {"ask": 90, "hang up": 4, "time out": 3, "malformed": 3}
+"""How clients behave, with weights."""
+
+BROKEN = ("raising", "hanging", "out_of_range", "floats", "wrong")
+DRAFTERS = (*parity.DRAFTERS, "ahead", "none", *BROKEN)
+
+MALFORMED: tuple[dict[str, Any] | str, ...] = (
+    "{",
+    {"sampling_params": {}},
+    {"text": 7},
+    {"text": "a", "sampling_params": {"temperature": -1}},
+    {"text": "a", "sampling_params": {"max_new_tokens": -5}},
+    {"text": "a", "sampling_params": {"custom_params": {"outrider": 7}}},
+    {"text": "a", "sampling_params": {"custom_params": {"outrider": {"max_drafts": -1}}}},
+    {"text": "a", "sampling_params": {"custom_params": {"outrider": {"drafter": "nobody"}}}},
+)
+
+
+def distinct_requests(count: int, seed: int) -> list[workload.Wish]:
+    """Return requests of every kind and form."""
+    kinds = workload.greedy("stories260k") | workload.SEEDED | workload.FILTERED
+    made = workload.make(kinds | workload.GRAMMAR, count, seed, 16, no_repeat_processor())
+    # a grammar and a processor together may forbid every token
+    return [w for w in made if not (w.form == "processor" and w.kind in workload.GRAMMAR)]
+
+
+def with_options(wish: workload.Wish, **options: Any) -> tuple[str, dict[str, Any]]:
+    """Return a request with options of Outrider's."""
+    body = copy.deepcopy(wish.body)
+    params = body["sampling_params"] if wish.path == "/generate" else body
+    params["custom_params"] = {**params.get("custom_params", {}), "outrider": options}
+    return wish.path, body
+
+
+def essentials(answer: Any) -> dict[str, Any]:
+    """Return what of an answer has to be that of plain decoding."""
+    logprobs = without_masked(workload.logprobs(answer))
+    return {"essence": workload.essence(answer), "logprobs": logprobs}
+
+
+def without_masked(found: Any) -> Any:
+    """Leave out tokens that a grammar forbids: which of them are listed varies, all are equal."""
+    if isinstance(found, dict):
+        return {key: without_masked(value) for key, value in found.items() if not _masked(value)}
+    if isinstance(found, list):
+        return None if found and _masked(found[0]) else [without_masked(one) for one in found]
+    return found
+
+
+def _masked(value: Any) -> bool:
+    return isinstance(value, float) and value < -1e38
+
+
+def difference(wish: workload.Wish, answer: Any, plain: Any) -> Any:
+    """Return how an answer differs from plain decoding's: in ids, text, end, counts or logprobs."""
+    found = essentials(answer)
+    if found["essence"] != plain["essence"]:
+        return found["essence"], plain["essence"]
+    try:
+        gap = workload.furthest(found["logprobs"], plain["logprobs"])
+    except AssertionError:
+        gap = float("inf")
+    # SGLang adds several penalties in another order in each process
+    within = 1e-5 if "additive" in wish.kind else 0.0
+    return None if gap <= within else (gap, found["logprobs"], plain["logprobs"])
+
+
+def num_tokens(answer: Any) -> int:
+    """Return how many tokens an answer has."""
+    if isinstance(answer, list):
+        return sum(map(num_tokens, answer))
+    if "choices" in answer:
+        return int((answer["usage"] or {}).get("completion_tokens", 0))
+    return int(answer["meta_info"]["completion_tokens"])
