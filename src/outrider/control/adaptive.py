@@ -66,10 +66,9 @@ class AdaptiveDrafter:
     clock: returns seconds, from any origin
     row_buckets: sizes of the host's captured graphs, if it has any
     on_step: called with each step that is over
-    device: whether the device may make drafts, if the host says that it can
+    device: decides whether the device makes the drafts; given as whether it may, where it can
     models: what is known about each of the drafters that cost passes, by name
     padded: whether the last proposal should be verified by a padded pass: see `StepCost`
-    device: decides whether the device makes the drafts; None if it must not
     hidden_layers: what the models read of the target, if they are heads
     is_asleep: whether drafts gain less than the wait for them costs. A host that launches ahead
         (`cost.launches_ahead`) then launches plain steps, and calls `look` while the device works

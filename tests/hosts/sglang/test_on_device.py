@@ -32,13 +32,17 @@ def phases(is_apt, count):
     return [phase[: count // 3] for phase in apt]
 
 
-@pytest.mark.parametrize("page", [1, 16])
-def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, page, record_property):
-    """Requests of every kind, retraction, clients that hang up: first those that it drafts for."""
+@pytest.mark.parametrize(("page", "fault"), [(1, ""), (16, "device")])
+def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, page, fault, record_property):
+    """Requests of every kind, retraction, clients that hang up: first those that it drafts for.
+
+    After a fault the host drafts, and the answers are the same.
+    """
     drafters = {"device": {}}
     environment = parity.profile(tmp_path, drafters, max_drafts=5)
     if page > 1:  # on CPU, SGLang 0.5.11 has no other way to allocate pages than its Triton kernels
         environment["TRITON_INTERPRET"] = "1"
+    environment["OUTRIDER_TEST_FAULT"] = fault
     bare = launch("device-bare", TARGET, *parity.BARE, *parity.DETERMINISTIC)
     ours = [*parity.TIGHT, *parity.OUTRIDER, *parity.DETERMINISTIC, "--page-size", str(page)]
     ours = launch(f"device-{page}", TARGET, *ours, **environment)
@@ -52,7 +56,8 @@ def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, page, record_pro
         counters = ours.metrics()
         assert counters["outrider:device_steps_total"] > 30, counters
         parity.check_traffic(ours, retracts=page == 1)
-        assert not {k: v for k, v in counters.items() if "fallbacks_total{" in k and v}
+        reasons = [k for k, v in counters.items() if "fallbacks_total{" in k and v]
+        assert [f'reason="{fault}"' in reason for reason in reasons] == [True] * bool(fault)
 
 
 def next_token(text):

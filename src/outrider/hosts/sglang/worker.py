@@ -272,7 +272,7 @@ class OutriderWorker:
         if self._needs_nothing(batch, draft):
             return self._launch_plain(batch, plain, StepClock(None), ahead=True)
         if draft.on_device and (widths := self._device_widths(batch)) is not None:
-            launched = self._launch_on_device(batch, plain, widths, StepClock(None), ahead=True)
+            launched = self._launch_on_device(batch, plain, widths, StepClock(None))
             if launched is not None:
                 return launched
         self._main = draft.main
@@ -297,8 +297,7 @@ class OutriderWorker:
             widths = self._device_widths(batch) if is_whole and columns.adaptive else None
         self._charge_draft(clock)
         if widths is not None:
-            self._tell_device(plain, active)
-            launched = self._launch_on_device(batch, plain, widths, clock)
+            launched = self._launch_on_device(batch, plain, widths, clock, active)
             if launched is not None:
                 return launched
         is_plain = is_whole and proposal.num_rows == len(requests)
@@ -408,19 +407,26 @@ class OutriderWorker:
             return None
         return widths if widths.any() else None
 
-    def _tell_device(self, plain: Any, active: ActiveRequests) -> None:
-        """Tell the device the texts and lengths of all requests: nothing is in flight."""
-        assert self._texts is not None
-        self._texts.write(active.requests)
-        plain.seq_lens = to_device(active.lens, plain.seq_lens.device).to(plain.seq_lens.dtype)
-
     def _launch_on_device(
-        self, batch: Any, plain: Any, widths: Ints, clock: StepClock, ahead: bool = False
+        self,
+        batch: Any,
+        plain: Any,
+        widths: Ints,
+        clock: StepClock,
+        active: ActiveRequests | None = None,
     ) -> GenerationBatchResult | None:
-        """Launch a step with drafts that the device makes. After a fault there are no such."""
+        """Launch a step with drafts that the device makes. After a fault there are no such.
+
+        active: all requests, if nothing is in flight: the device is told their texts and lengths.
+            Otherwise it has them.
+        """
         assert self._texts is not None
         requests, columns = self._requests.update(plain.reqs), self._requests.columns
         try:
+            if active is not None:
+                self._texts.write(active.requests)
+                lens = to_device(active.lens, plain.seq_lens.device)
+                plain.seq_lens = lens.to(plain.seq_lens.dtype)
             step = self._texts.step(batch, plain, requests, columns.kinds, widths)
         except Exception as error:
             logger.warning("no more drafts on the device: %r", error)
@@ -429,6 +435,7 @@ class OutriderWorker:
             return None
         nothing: Proposal = Proposal.empty(len(requests))
         members = np.arange(len(requests))
+        ahead = active is None
         flight = Flight(requests, members, columns, nothing, clock, ahead=ahead, widths=widths)
         longest = plain.seq_lens_cpu + torch.from_numpy(widths) + 1
         draft = NextDraft(step.lens, longest, False, None, flight, on_device=True)
@@ -552,11 +559,10 @@ class OutriderWorker:
         if not proposal.is_chain:
             order_slots(flight, self.model_runner, self._main)
         if self._metrics is not None or self._tracer is not None or flight.columns.explain:
-            flight.drafters = (
-                [DEVICE] * len(requests)
-                if flight.widths is not None
-                else self._drafters.who(requests, proposal)
-            )
+            if flight.widths is None:
+                flight.drafters = self._drafters.who(requests, proposal)
+            else:
+                flight.drafters = [DEVICE if n else "none" for n in proposal.num_drafts]
         if flight.columns.may_draft:
             self._drafters.router.observe(outcomes)
         outcomes.apply()

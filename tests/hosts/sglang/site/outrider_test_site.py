@@ -96,6 +96,7 @@ def register_faults():
     "oom", "nan": a pass now and then
     "once": the 20th pass
     "prefill": every prefill, so that all that the draft model reads it has to read later
+    "device": the 60th step with drafts that the device makes
     "leak": one of the slots that are freed is not, once the file $OUTRIDER_TEST_PASSES exists
     a path: "oom", "nan", "prefill" or nothing, as that file says at the time
 
@@ -131,6 +132,15 @@ def register_faults():
     def free(original, self, slots):
         return original(self, slots[Path(path).exists() :])
 
+    def draft_rows(original, *args):
+        if next(calls) == 60:
+            raise torch.OutOfMemoryError("no room for drafts on the device")
+        return original(*args)
+
+    if said == "device":
+        rows = "outrider.hosts.sglang.on_device.draft_rows"
+        HookRegistry.register(rows, draft_rows, HookType.AROUND)
+        return
     if said == "leak":
         allocator = "sglang.srt.mem_cache.allocator.TokenToKVPoolAllocator"
         HookRegistry.register(f"{allocator}.free", free, HookType.AROUND)
