@@ -10,8 +10,11 @@ import pytest
 import torch
 from outrider_test_site import no_repeat_processor
 
+from outrider.core import Unsupported
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.on_device import Layout, accept, draft_rows, told_drafts
+from outrider.hosts.sglang.profile import Profile
+from outrider.hosts.sglang.settings import _check_drafters
 
 TARGET = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny" / "target"
 NEEDS_TEXT = ("repetition", "frequency", "presence", "penalties", "min_new_tokens", "top_k, top_p")
@@ -119,6 +122,13 @@ def test_what_is_decoded_on_the_device_is_plain_decoding(widths):
 def test_and_a_length_that_is_wrong_is_not():
     texts, _ = decode([4], 40, more=1)
     assert not is_plain(texts[0], 5)
+
+
+def test_one_option_is_checked_beside_the_defaults_of_the_other():
+    for options in ({"min_n": 6}, {"max_n": 1}):
+        _check_drafters(Profile(drafter="device", drafters={"device": options}), None)
+    with pytest.raises(Unsupported, match="min_n <= max_n"):
+        _check_drafters(Profile(drafter="device", drafters={"device": {"min_n": 9}}), None)
 
 
 def test_who_has_left_is_not_asked_about():

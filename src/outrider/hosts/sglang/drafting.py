@@ -35,6 +35,7 @@ from outrider.hosts.sglang.profile import (
     ADAPTIVE,
     DEVICE,
     HEAD_OPTIONS,
+    LOOKUP,
     MODEL,
     TIERS,
     Profile,
@@ -44,10 +45,6 @@ from outrider.hosts.sglang.ranks import Message, Ranks
 from outrider.hosts.sglang.slot_heads import SlotHead
 
 logger = logging.getLogger(__name__)
-
-LOOKUP = {"min_n": 1, "max_n": 8}
-"""Of the lookup on the device, unless the profile says otherwise. A row costs little where it is
-used, so that drafts after a match of one token pay too."""
 
 
 @dataclass

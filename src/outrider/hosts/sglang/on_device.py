@@ -45,10 +45,9 @@ class Layout:
     @staticmethod
     def of(widths: Ints, device: Any) -> Layout:
         """Return the layout for so many drafts of each request."""
-        places = np.concatenate([np.arange(width) for width in widths])
+        _, places = _counted(widths)
         shape = Proposal.unclaimed(np.zeros_like(places), widths, places - 1)
-        row_places = np.arange(shape.num_rows) - shape.root_rows[shape.row_owners]
-        owner, place = to_device(np.stack([shape.row_owners, row_places]), device)
+        owner, place = to_device(np.stack(_counted(widths + 1)), device)
         return Layout(shape, owner, place)
 
 
@@ -94,14 +93,13 @@ class DeviceTexts:
         self._place(requests)
         missing = [_tokens_from(request, request.on_device) for request in requests]
         counts = np.array([len(tokens) for tokens in missing])
-        owners = np.repeat(np.arange(len(counts)), counts)
-        starts = np.array([request.on_device for request in requests]) - counts.cumsum() + counts
+        owners, places = _counted(counts)
         told = np.empty((3, len(owners)), np.int64)
         told[0] = np.concatenate(missing)
         told[1] = np.array([request.line for request in requests])[owners]
-        told[2] = np.arange(len(owners)) + starts[owners]
-        tokens, lines, places = to_device(told, self._table.device)
-        self._tokens[lines, places] = tokens.int()
+        told[2] = np.array([request.on_device for request in requests])[owners] + places
+        tokens, line, place = to_device(told, self._table.device)
+        self._tokens[line, place] = tokens.int()
         for request in requests:
             request.on_device = request.length
 
@@ -177,6 +175,12 @@ class DeviceTexts:
         if self._layout is None or self._layout[0] != key:
             self._layout = key, Layout.of(widths, self._table.device)
         return self._layout[1]
+
+
+def _counted(counts: Ints) -> tuple[Ints, Ints]:
+    """Return, of so many things of each request, whose each is, and its place among them."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners, np.arange(len(owners)) - (counts.cumsum() - counts)[owners]
 
 
 def _tokens_from(request: LiveRequest, start: int) -> Ints:
@@ -255,7 +259,6 @@ def told_drafts(told: Tensor, widths: Ints, members: Ints | None) -> tuple[Tenso
         chosen[members] = True
         emitted = emitted[torch.from_numpy(np.repeat(chosen, widths + 1))]
         drafts, widths = drafts[torch.from_numpy(members)], widths[members]
-    owners = np.repeat(np.arange(len(widths)), widths)
-    places = np.arange(len(owners)) - (widths.cumsum() - widths)[owners]
+    owners, places = _counted(widths)
     tokens, sure = drafts.numpy()[owners, places], np.ones(len(places))
     return emitted, Proposal.found(tokens, widths, places - 1, sure, trees=False)

@@ -38,6 +38,10 @@ ADAPTIVE = "adaptive"
 DEVICE = "device"
 """Prompt lookup on the device: its steps are launched before the last one is known."""
 
+LOOKUP = {"min_n": 1, "max_n": 8}
+"""Of the lookup on the device, unless the profile says otherwise. A row costs little where it is
+used, so that drafts after a match of one token pay too."""
+
 TIERS = "tiers"
 """The draft model with a number of drafts moved by SGLang's own rule: to compare with."""
 

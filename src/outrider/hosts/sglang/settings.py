@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from outrider.core import Unsupported
@@ -12,6 +13,7 @@ from outrider.hosts.sglang import tracing
 from outrider.hosts.sglang.profile import (
     ADAPTIVE,
     DEVICE,
+    LOOKUP,
     MODEL,
     REPAIR_VARIABLE,
     TIERS,
@@ -176,7 +178,7 @@ def _check_drafters(profile: Profile, draft: str | None) -> None:
     heads = {*profile.head_names(), *((draft,) if draft else ())}
     known = known_drafters(ADAPTIVE, DEVICE, MODEL, TIERS, *heads)
     made_here: dict[str, Callable[..., Any]]
-    made_here = {ADAPTIVE: adaptive_drafter, DEVICE: NgramDrafter}
+    made_here = {ADAPTIVE: adaptive_drafter, DEVICE: partial(NgramDrafter, **LOOKUP)}
     for name in profile.names(draft):
         options = profile.drafters.get(name, {})
         if name in made_here:
