@@ -6,8 +6,9 @@ Run it in the environment of scripts/setup-sglang-cpu. About 2,000 distinct requ
 and form are answered once without drafts (`max_drafts: 0`). Then requests are drawn from them, each
 with a drafter, up to 256 at once, and each complete answer is compared. Meanwhile clients hang up
 or time out, some requests are malformed, and one trouble follows another (`soak_troubles.py`).
-After each round the server is left idle, and its memory, files, threads and used slots are noted. A
-run can be continued: `--state` has all that it found. Request N of a seed is always the same.
+After each round the server is left idle, and its memory, files, threads and used slots are noted.
+Servers follow one another, by turns with drafts on the device and with heads. A run can be
+continued: `--state` has all that it found. Request N of a seed is always the same.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from common_sglang import Server, end_servers_at_sigterm
 from rich.progress import Progress
 from soak_traffic import (
     BROKEN,
-    DRAFTERS,
     MALFORMED,
     MANNERS,
+    SETUPS,
     difference,
     distinct_requests,
+    drafter_of,
     essentials,
     num_tokens,
     with_options,
@@ -60,6 +62,9 @@ LEVELS = (1, 4, 16, 64, 256)
 
 TROUBLE_EVERY = 200
 """Requests from one trouble to the next."""
+
+PIECE = 25_000
+"""Requests that one server answers."""
 
 PATIENCE = 3600.0
 """Seconds after which a request is lost."""
@@ -104,8 +109,14 @@ class State:
     fallbacks: Counter[str] = field(default_factory=Counter)
     foreseen: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
+    device_steps: int = 0
     samples: list[dict[str, Any]] = field(default_factory=list)
     broken: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def setup(self) -> str:
+        """The drafters that the next request chooses from."""
+        return [*SETUPS][self.number // PIECE % len(SETUPS)]
 
     @staticmethod
     def load(file: Path, seed: int) -> State:
@@ -137,7 +148,7 @@ class Soak:
         self, server: Server, drafts: DraftProcess, folder: Path, state: State, distinct: int
     ) -> None:
         self.server, self.drafts, self.folder, self.state = server, drafts, folder, state
-        self.wishes = distinct_requests(distinct, state.seed)
+        self.wishes, self._setup = distinct_requests(distinct, state.seed), state.setup
         self.troubles: asyncio.Queue[str] = asyncio.Queue()
         self.session: aiohttp.ClientSession
         family = psutil.Process(server.process.pid).children(recursive=True)
@@ -206,7 +217,8 @@ class Soak:
     async def _one(self, number: int) -> None:
         """Ask request `number` in its manner, and count what became of it."""
         rng = random.Random(f"{self.state.seed}/{number}")
-        index, drafter = rng.randrange(len(self.wishes)), rng.choice(DRAFTERS)
+        index = rng.randrange(len(self.wishes))
+        drafter = drafter_of(self.state.seed, number, self._setup)
         (manner,) = rng.choices(list(MANNERS), list(MANNERS.values()))
         wish, name = self.wishes[index], f"{self.wishes[index].kind}/{self.wishes[index].form}"
         path, body = with_options(wish, drafter=drafter)
@@ -310,6 +322,7 @@ class Soak:
         self.state.retractions += self.server.log.read_text(errors="replace").count(
             "Retract requests"
         )
+        self.state.device_steps += int(metrics.get("outrider:device_steps_total", 0))
         for label, counter, name in (
             ("reason", self.state.fallbacks, "fallbacks"),
             ("found", self.state.foreseen, "foreseen"),
@@ -324,13 +337,15 @@ class Soak:
 
 
 @contextmanager
-def started(folder: Path, start: Callable[..., Server]) -> Iterator[tuple[Server, DraftProcess]]:
-    """Start a draft server, and a server with all drafters.
+def started(
+    folder: Path, setup: str, start: Callable[..., Server]
+) -> Iterator[tuple[Server, DraftProcess]]:
+    """Start a draft server, and a server with all drafters of a setup.
 
     start: takes a model, flags and environment
     """
     drafts = DraftProcess(folder / "draft.sock")
-    drafters: dict[str, Any] = {**parity.DRAFTERS, **{name: {} for name in BROKEN}}
+    drafters = {**parity.DRAFTERS, **SETUPS[setup], **{name: {} for name in BROKEN}}
     drafters["ahead"] = {"socket": str(drafts.socket), "wait": 0.02}
     drafters["adaptive"] = {"ahead": str(drafts.socket)}
     environment = parity.profile(folder, drafters, max_drafts=4, draft_timeout=0.5)
@@ -383,12 +398,33 @@ def summary(state: State, distinct: int) -> dict[str, Any]:
         "clients": {name: counts[name] for name in ("hung up", "timed out", "refused")},
         "compared_by_drafter": dict(state.drafters),
         "accepted_drafts": dict(state.accepted),
+        "device_steps": state.device_steps,
         "troubles": dict(state.troubles),
         "fallbacks": dict(state.fallbacks),
         "foreseen": dict(state.foreseen),
         "broken": state.broken,
         "samples": state.samples,
     }
+
+
+def soak_piece(
+    state: State, distinct: int, over: Callable[[], bool], tick: Callable[[], None]
+) -> None:
+    """Ask one server, until it is over or the server has had its share."""
+    folder = Path(tempfile.mkdtemp(prefix="outrider-soak-"))
+    last = (state.number // PIECE + 1) * PIECE
+
+    def start(model: Path, *flags: str, **environment: str) -> Server:
+        return Server(model, *flags, log=folder / "server.log", **environment)
+
+    with started(folder, state.setup, start) as (server, drafts):
+        soak = Soak(server, drafts, folder, state, distinct)
+        try:
+            asyncio.run(soak.run(LEVELS, lambda: state.number >= last or over(), tick))
+        finally:
+            with suppress(Exception):  # it may have crashed
+                soak.count()
+            tick()
 
 
 def main() -> None:
@@ -402,33 +438,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="another file for the result")
     args = parser.parse_args()
     end_servers_at_sigterm()
-    state, folder = (
-        State.load(args.state, args.seed),
-        Path(tempfile.mkdtemp(prefix="outrider-soak-")),
-    )
+    state = State.load(args.state, args.seed)
     made, ends = provenance(), time.monotonic() + 60 * args.minutes
-
-    def start(model: Path, *flags: str, **environment: str) -> Server:
-        return Server(model, *flags, log=folder / "server.log", **environment)
 
     def over() -> bool:
         return state.number >= args.requests or time.monotonic() > ends
 
-    with Progress() as progress, started(folder, start) as (server, drafts):
+    with Progress() as progress:
         task = progress.add_task("requests", total=args.requests, completed=state.number)
-        soak = Soak(server, drafts, folder, state, args.distinct)
 
         def tick() -> None:
             progress.update(task, completed=state.number)
             state.save(args.state)
 
-        try:
-            asyncio.run(soak.run(LEVELS, over, tick))
-        finally:
-            with suppress(Exception):  # it may have crashed
-                soak.count()
-            state.save(args.state)
-    found = summary(state, len(soak.wishes))
+        while not over():
+            soak_piece(state, args.distinct, over, tick)
+    found = summary(state, args.distinct)
     print(json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=2))
     write("soak_sglang", {"provenance": made, **found}, args.out)
     if found["wrong"] or found["lost"] or found["leaked_slots"] or found["troubles_failed"]:

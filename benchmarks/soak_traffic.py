@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,26 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang/site"))
 import parity
 import workload
+from draft_process import TINY
 from outrider_test_site import no_repeat_processor
 
 MANNERS = {"ask": 90, "hang up": 4, "time out": 3, "malformed": 3}
 """How clients behave, with weights."""
 
 BROKEN = ("raising", "hanging", "out_of_range", "floats", "wrong")
-DRAFTERS = (*parity.DRAFTERS, "ahead", "none", *BROKEN)
+
+SETUPS: dict[str, dict[str, dict[str, Any]]] = {
+    "device": {"device": {}},
+    "heads": {
+        "eagle3": {"path": str(TINY / "head"), "siblings": 2},
+        "dflash": {"path": str(TINY / "dflash")},
+        "mtp": {"path": str(TINY / "mtp")},
+    },
+}
+"""Drafters that a server has beside those that all have. The device does not draft beside heads."""
+
+CROWD = 96
+"""Requests in a row that may have to share a drafter."""
 
 MALFORMED: tuple[dict[str, Any] | str, ...] = (
     "{",
@@ -37,6 +51,15 @@ def distinct_requests(count: int, seed: int) -> list[workload.Wish]:
     made = workload.make(kinds | workload.GRAMMAR, count, seed, 16, no_repeat_processor())
     # a grammar and a processor together may forbid every token
     return [w for w in made if not (w.form == "processor" and w.kind in workload.GRAMMAR)]
+
+
+def drafter_of(seed: int, number: int, setup: str) -> str:
+    """Return the drafter of a request. One crowd in three has the same: one of the setup's own."""
+    drafters = [*parity.DRAFTERS, *SETUPS[setup], "ahead", "none", *BROKEN]
+    crowd = random.Random(f"{seed}/crowd/{number // CROWD}")
+    if crowd.random() < 1 / 3:
+        return crowd.choice([*SETUPS[setup], "adaptive"])
+    return random.Random(f"{seed}/drafter/{number}").choice(drafters)
 
 
 def with_options(wish: workload.Wish, **options: Any) -> tuple[str, dict[str, Any]]:

@@ -54,7 +54,8 @@ def test_a_server_without_its_draft_server_answers(launch, tmp_path):
     missing = {"ahead": {"socket": str(tmp_path / "none.sock")}}
     environment = parity.profile(tmp_path, missing, max_drafts=4)
     flags = [*parity.ROOMY, *parity.OUTRIDER, *parity.DETERMINISTIC]
-    body = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 8}}
-    body["sampling_params"]["custom_params"] = {"outrider": {"drafter": "ahead"}}
+    sampling = {"max_new_tokens": 8, "ignore_eos": True}
+    sampling["custom_params"] = {"outrider": {"drafter": "ahead"}}
+    body = {"text": "Once upon a time", "sampling_params": sampling}
     with launch("no-ahead", TARGET, *flags, **environment) as server:
         assert len(server.ask("/generate", body)["output_ids"]) == 8

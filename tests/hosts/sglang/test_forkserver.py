@@ -34,7 +34,8 @@ def test_its_processes_are_forked_and_have_plugins(launch, profile):
         processes = family(server.process.pid)
         imported = [p for p in processes if p.cmdline()[1].endswith("forkserver.py")]
         assert len(imported) >= 3  # the server, its scheduler and its detokenizer
-        server.ask("/generate", {"text": "The outrider rides ahead of the"})
+        greedy = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
+        server.ask("/generate", {"text": "a b c d " * 8, "sampling_params": greedy})
         # the scheduler's counters: it has the plugin, and the environment that the server gave it
         assert "outrider:draft_tokens_total" in server.metrics()
         assert server.process.poll() is None

@@ -26,7 +26,8 @@ def soak(launch, tmp_path_factory):
         rule = str(folder / "rule")
         return launch("soak", model, *flags, **environment, OUTRIDER_TEST_RULE=rule)
 
-    with soak_sglang.started(folder, start) as (server, drafts), pytest.MonkeyPatch.context() as m:
+    patched = pytest.MonkeyPatch.context()
+    with soak_sglang.started(folder, "device", start) as (server, drafts), patched as m:
         m.setattr(soak_sglang, "TROUBLE_EVERY", 12)
         m.setattr(soak_troubles, "SECONDS", 0.3)
 
