@@ -7,7 +7,7 @@ and form are answered once without drafts (`max_drafts: 0`). Then requests are d
 with a drafter, up to 256 at once, and each complete answer is compared. Meanwhile clients hang up
 or time out, some requests are malformed, and one trouble follows another (`soak_troubles.py`).
 After each round the server is left idle, and its memory, files, threads and used slots are noted.
-Servers follow one another, by turns with drafts on the device and with heads. A run can be
+Servers follow one another, by turns with heads and with drafts on the device. A run can be
 continued: `--state` has all that it found. Request N of a seed is always the same.
 """
 
@@ -63,7 +63,7 @@ LEVELS = (1, 4, 16, 64, 256)
 TROUBLE_EVERY = 200
 """Requests from one trouble to the next."""
 
-PIECE = 25_000
+PIECE = 20_000
 """Requests that one server answers."""
 
 PATIENCE = 3600.0

@@ -21,12 +21,11 @@ MANNERS = {"ask": 90, "hang up": 4, "time out": 3, "malformed": 3}
 BROKEN = ("raising", "hanging", "out_of_range", "floats", "wrong")
 
 SETUPS: dict[str, dict[str, dict[str, Any]]] = {
-    "device": {"device": {}},
     "heads": {
         "eagle3": {"path": str(TINY / "head"), "siblings": 2},
         "dflash": {"path": str(TINY / "dflash")},
-        "mtp": {"path": str(TINY / "mtp")},
     },
+    "device": {"device": {}},
 }
 """Drafters that a server has beside those that all have. The device does not draft beside heads."""
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outrider.core import Bools, Ints, SamplingParams
+from outrider.core import Bools, FinishReason, Ints, SamplingParams
 from outrider.hosts.sglang.drafting import Drafters
 from outrider.hosts.sglang.grammars import can_roll_back
 from outrider.hosts.sglang.penalties import has_penalties
@@ -189,9 +189,9 @@ class RequestTable:
             self._drafters.router.stop(started)
 
     def _start(self, requests: Sequence[LiveRequest]) -> None:
-        if requests:
-            self._started.update(live.req.rid for live in requests)
-            self._drafters.router.start(requests)
+        if new := [live for live in requests if live.finish_reason is None]:
+            self._started.update(live.req.rid for live in new)
+            self._drafters.router.start(new)
 
     def options(self, req: Any) -> Options:
         """Return the options of a request."""
@@ -222,6 +222,8 @@ class RequestTable:
             sampling=self._draft_sampling(req.sampling_params),
             seed=42 if seed is None else seed & (2**63 - 1),  # the host's own default
             output=output,
+            # beside a grammar the host takes in what a step emitted after it has chosen the next
+            finish_reason=FinishReason.STOP if req.finished() else None,
             req=req,
             drafter=drafter,
             max_drafts=most,
