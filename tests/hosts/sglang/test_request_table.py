@@ -41,7 +41,7 @@ def table():
 
 
 def test_who_has_ended_is_not_told_to_drafters(table):
-    """Beside a grammar SGLang chooses a batch, then ends some of its requests and takes their slots."""
+    """Beside a grammar SGLang chooses a batch, then ends some of it and takes their slots."""
     ended, other = make("ended"), make("other")
     ended.finished_reason = FINISH_LENGTH(length=1)
     requests = table.update([ended, other])
