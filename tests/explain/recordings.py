@@ -8,7 +8,9 @@ PROMPT = "On a misty morning, an outrider rode out of Harrow."
 SETTINGS = {"engine": "none", "target": "nobody", "drafter": "model"}
 
 
-def step(drafts=(), parents=(), kept=(), emitted=(), drafter="model", seconds=None) -> StepRecord:
+def step(
+    drafts=(), parents=(), kept=(), emitted=(), drafter="model", seconds=None, foreseen=None
+) -> StepRecord:
     return StepRecord(
         drafter=drafter,
         drafts=drafts,
@@ -16,6 +18,7 @@ def step(drafts=(), parents=(), kept=(), emitted=(), drafter="model", seconds=No
         kept=kept,
         emitted=emitted,
         seconds=seconds,
+        foreseen=foreseen,
     )
 
 
@@ -38,6 +41,14 @@ TREE = step(
     drafter="suffix",
     seconds=0.02,
 )
+
+
+AHEAD = [
+    step((10, 11), (-1, 0), (0,), (10, 12), "ahead", foreseen="hit"),
+    step(emitted=(13,), drafter="ahead", foreseen="miss"),
+    step(emitted=(14,), drafter="ahead", foreseen="none"),
+    step((15,), (-1,), (0,), (15, 16), "ahead", foreseen="hit"),
+]
 
 
 def letters(lists) -> list[str]:

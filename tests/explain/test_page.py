@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from io import StringIO
 
 import pytest
-from recordings import PROMPT, TREE, letters, recording, step
+from recordings import AHEAD, PROMPT, TREE, letters, recording, step
 from rich.console import Console
 
 from outrider.explain import in_process
@@ -190,3 +190,12 @@ def test_terminal_shows_trees_and_no_control_characters():
     # t14 in place of t10; in place of t13 there was t11, with t12 behind it
     assert [line[start:] for line in below] == ["~t14~", "    ~t11 t12~"]
     assert "\x1b" not in text
+
+
+def test_hits_and_misses_of_a_draft_server():
+    walk = make_walk(recording(*AHEAD), letters, {})
+    html, text = page(walk), printed(walk)
+    for said in (html, text):
+        assert "rafts made ahead: 2 of 4 steps, 1 miss, 1 none" in said
+    assert "<span class='kept'>miss</span>" in html
+    assert "ahead  1/2 hit" in text

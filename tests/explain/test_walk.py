@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from recordings import PROMPT, TREE, letters, recording, step
+from recordings import AHEAD, PROMPT, TREE, letters, recording, step
 
 from outrider.explain import in_process
 from outrider.explain.recording import ExplainOptions
@@ -167,3 +167,11 @@ def test_json_round_trip(tiny):
     text = json.dumps(walk.as_json())
     assert json.loads(text)["totals"]["tokens"] == 60
     assert Walk.model_validate_json(text) == walk
+
+
+def test_hits_and_misses_of_a_draft_server():
+    walk = make_walk(recording(*AHEAD), letters, {})
+    assert walk.foreseen == "drafts made ahead: 2 of 4 steps, 1 miss, 1 none"
+    assert [step.tally for step in walk.steps] == ["", "1/2 hit", "miss", "none", "1/1 hit"]
+    assert [step.drafter for step in walk.steps] == ["", *["ahead"] * 4]
+    assert make_walk(recording(TREE), letters, {}).foreseen == ""

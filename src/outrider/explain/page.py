@@ -88,6 +88,8 @@ def _figures(walk: Walk) -> Iterator[str]:
     facts.append(f"plain decoding would have taken {t.tokens} passes, one for each token")
     if walk.plain is not None:
         facts.append(f"equal to plain decoding: {walk.plain.same} of {walk.plain.total} tokens")
+    if walk.foreseen:
+        facts.append(walk.foreseen)
     if walk.seconds is not None:
         facts.append(f"{walk.seconds:.1f}\N{NO-BREAK SPACE}s")
     said = "; ".join(facts)
@@ -213,13 +215,12 @@ def _cards(walk: Walk) -> Iterator[str]:
     shown = len(walk.steps) if len(walk.steps) <= OPEN else FIRST
     root = "prompt"
     for step in walk.steps:
-        kept = f"{step.accepted}/{len(step.drafts)}" if step.drafts else ""
         is_open = " open" if step.number < shown else ""
         yield f"<details class='card' id='step-{step.number}'{is_open}><summary>"
         yield f"<span class='number'>{step.number}</span>"
         who = step.drafter or ("plain" if step.number else "prompt")
         yield f"<span class='who'>{escape(visible(who))}</span>"
-        yield f"<span class='kept'>{kept}</span>"
+        yield f"<span class='kept'>{step.tally}</span>"
         yield f"<span class='line'>{_line(step)}</span></summary>"
         yield f"<div class='body'><div><div class='scroll'>{picture(step, root)}</div>"
         yield f"<p>{_outcome(step)}</p></div>"

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Decode", "ExplainOptions", "Logprobs", "OnTokens", "Recording", "StepRecord"]
+__all__ = [
+    "Decode",
+    "ExplainOptions",
+    "Foreseen",
+    "Logprobs",
+    "OnTokens",
+    "Recording",
+    "StepRecord",
+]
 
 TOP = 3
 """How many of the target's most likely tokens are shown at each place."""
+
+Foreseen = Literal["hit", "miss", "end", "none"]
+"""What a draft server had for a step before any wait: drafts; drafts of another text; none beyond
+the end of its tree; no tree."""
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 """Returns the text of each list of ids, special tokens included."""
@@ -49,6 +61,7 @@ class StepRecord(BaseModel):
     drafts, parents: a tree of ids; a parent is the index of another draft, or -1
     kept: the indices of the accepted drafts, along their path
     emitted: ids; beyond those of the accepted drafts there is at most one, the target's own
+    foreseen: if a draft server was asked
     """
 
     model_config = ConfigDict(frozen=True)
@@ -58,6 +71,7 @@ class StepRecord(BaseModel):
     parents: tuple[int, ...]
     kept: tuple[int, ...]
     emitted: tuple[int, ...]
+    foreseen: Foreseen | None = None
     seconds: float | None = None
 
 

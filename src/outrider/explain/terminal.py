@@ -46,9 +46,8 @@ class _Painter:
             steps.add_column(no_wrap=True)
         steps.add_column(no_wrap=True, overflow="ellipsis")
         for step in walk.steps:
-            kept = f"{step.accepted}/{len(step.drafts)}" if step.drafts else ""
             who = Text(visible(step.drafter))  # others' words are no markup
-            steps.add_row(f"{step.number:4}", who, kept, self.picture(step))
+            steps.add_row(f"{step.number:4}", who, step.tally, self.picture(step))
         console.print(steps)
         console.rule("the text")
         story = Text(visible(walk.prompt, lines=True), style="dim")
@@ -80,6 +79,8 @@ class _Painter:
         if len(walk.steps) > 1:
             spared = f"plain decoding takes {counted(totals.tokens, 'pass', 'es')}"
             console.print(f"{totals.accepted} of {totals.drafted} drafts accepted; {spared}")
+            if walk.foreseen:
+                console.print(walk.foreseen)
             console.print(walk.counted)
             console.print(walk.equation)
         if walk.plain is not None:

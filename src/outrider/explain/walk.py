@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from outrider.explain.recording import Decode, Logprobs, Recording, StepRecord
+from outrider.explain.recording import Decode, Foreseen, Logprobs, Recording, StepRecord
 
 __all__ = ["Alternative", "Draft", "Emitted", "Totals", "Walk", "WalkStep", "counted", "make_walk"]
 
@@ -62,13 +63,17 @@ class Emitted(Token):
 
 
 class WalkStep(_Model):
-    """One pass of the target; number 0 reads the prompt."""
+    """One pass of the target; number 0 reads the prompt.
+
+    foreseen: what a draft server had for it, if one was asked
+    """
 
     number: int
     drafter: str
     drafts: tuple[Draft, ...]
     emitted: tuple[Emitted, ...]
     ending: Ending
+    foreseen: Foreseen | None = None
     seconds: float | None
 
     @property
@@ -81,6 +86,12 @@ class WalkStep(_Model):
     def accepted(self) -> int:
         """How many drafts were accepted."""
         return sum(one.fate == "accepted" for one in self.drafts)
+
+    @property
+    def tally(self) -> str:
+        """How many drafts were accepted of how many, and whether a draft server had some ready."""
+        kept = f"{self.accepted}/{len(self.drafts)}" if self.drafts else ""
+        return f"{kept} {self.foreseen or ''}".strip()
 
     @property
     def branches(self) -> bool:
@@ -175,6 +186,16 @@ class Walk(_Model):
             accepted_per_pass=accepted / passes,
             acceptance_rate=accepted / drafted if drafted else 0.0,
         )
+
+    @property
+    def foreseen(self) -> str:
+        """In how many steps a draft server was ahead, and why not in the others; "" without one."""
+        asked = Counter(step.foreseen for step in self.steps if step.foreseen is not None)
+        if not asked:
+            return ""
+        hits, others = asked.pop("hit", 0), asked
+        why = "".join(f", {count} {kind}" for kind, count in others.most_common())
+        return f"drafts made ahead: {hits} of {counted(hits + others.total(), 'step')}{why}"
 
     @property
     def verdict(self) -> str:
@@ -312,10 +333,11 @@ def _step(
         )
     return WalkStep(
         number=number,
-        drafter=record.drafter if record.drafts else "",
+        drafter=record.drafter if record.drafts or record.foreseen else "",
         drafts=tuple(drafts),
         emitted=tuple(emitted),
         ending=_ending(number, record),
+        foreseen=record.foreseen,
         seconds=record.seconds,
     )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 
 import parity
@@ -45,9 +48,30 @@ def test_the_answers_are_those_of_bare_sglang(launch, drafts, tmp_path, record_p
         hits = sum(v for k, v in found.items() if 'found="hit"' in k)
         assert hits > 0, found
         assert not {k: v for k, v in counters.items() if "fallbacks_total{" in k and v}
+        explain_until_a_hit(ours, tmp_path)
     comparison.conclude(0.0)
     assert min(drafts.trouble.values()) >= 1, drafts.trouble
     record_property("tokens compared", comparison.tokens)
+
+
+def explain_until_a_hit(server, folder):
+    """Ask as users do what each step did: the host looks for a draft server once a second."""
+    for turn in range(10):
+        out = ["--drafter", "ahead", "--out", str(folder / f"explained{turn}")]
+        shown = run(["outrider", "explain", "Once upon a time", "--url", server.url, *out])
+        steps = json.loads((folder / f"explained{turn}/explain.json").read_text())["steps"]
+        assert {step["foreseen"] for step in steps[1:]} <= {"hit", "miss", "end", "none"}
+        assert "drafts made ahead: " in shown
+        if any(step["foreseen"] == "hit" for step in steps):
+            return
+    raise AssertionError(shown)
+
+
+def run(command):
+    """Run a command of the package, and return what it prints."""
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_a_server_without_its_draft_server_answers(launch, tmp_path):

@@ -56,6 +56,7 @@ class AheadDrafter:
 
     counts: requests of steps, by what was there before any wait: `hit`, drafts; `miss`, the text
         went another way; `end`, it came to the end of its tree; `none`, there was no tree for it
+    found: the same of each request of the last proposal
     waited: seconds
     """
 
@@ -75,6 +76,7 @@ class AheadDrafter:
         self._open: set[int] = set()
         self._trees: dict[int, AheadTree] = {}
         self.counts: Counter[str] = Counter()
+        self.found: dict[int, str] = {}
         self.waited = 0.0
         self._is_silent = False  # it was waited for in vain, and has said nothing since
         self._is_missed = False  # that it is not there has been said
@@ -95,7 +97,8 @@ class AheadDrafter:
         self._receive()
         self._introduce([r for r in requests if r.id not in self._open])
         found = self._look_up(requests)
-        self.counts.update(_kind(draft) for draft in found)
+        self.found = {r.id: _kind(draft) for r, draft in zip(requests, found, strict=True)}
+        self.counts.update(self.found.values())
         if self._wait:
             found = self._wait_for_more(requests, budget, found)
         drafts = [

@@ -282,6 +282,14 @@ class Drafters:
         """Return how often a draft server had drafts for a request, or why it had none."""
         return sum((drafter.counts for drafter in self.ahead), Counter[str]())
 
+    def found(self, requests: Sequence[Any]) -> list[str | None]:
+        """Return what a draft server had for each request in the last proposal, if one was asked.
+
+        It may have been asked for a request without being the one who drafted.
+        """
+        kinds = {id_: kind for drafter in self.ahead for id_, kind in drafter.found.items()}
+        return [kinds.get(request.id) for request in requests]
+
 
 def _needed(model: SglangDraftModel | None) -> SglangDraftModel:
     if model is None:

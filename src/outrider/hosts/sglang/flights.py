@@ -39,6 +39,7 @@ class Flight:
     clock: of this step
     outcomes: what it did, once that is known
     drafters: who drafted for each request, if somebody asks
+    foreseen: what a draft server had for each, if somebody asks
     """
 
     requests: Sequence[LiveRequest]
@@ -50,6 +51,7 @@ class Flight:
     result: Any = None
     outcomes: Outcomes | None = None
     drafters: Sequence[str] = ()
+    foreseen: Sequence[str | None] = ()
     ahead: bool = False
     widths: Ints | None = None
 

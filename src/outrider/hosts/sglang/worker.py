@@ -289,7 +289,8 @@ class OutriderWorker:
         columns, is_whole = self._requests.columns, len(active.requests) == len(requests)
         proposal: Proposal = Proposal.empty(len(active.requests))
         widths = self._device_widths(batch) if is_whole and not columns.adaptive else None
-        if widths is None and columns.may_draft and active.requests[0].finish_reason is None:
+        is_alive = active.requests[0].finish_reason is None
+        if asks := widths is None and columns.may_draft and is_alive:
             budget = self._budget(batch, active.requests, active.members)
             may = is_whole and self._may_use_device(columns, int(active.lens.max()))
             self._drafters.allow_device(may)
@@ -305,6 +306,8 @@ class OutriderWorker:
             return self._launch_plain(batch, plain, clock)
         rows = StepRows.of(batch, plain, active, proposal)
         flight = Flight(active.requests, active.members, columns, proposal, clock)
+        if columns.explain and asks:
+            flight.foreseen = self._drafters.found(active.requests)
         lens = rows.forward if is_plain else plain
         draft = NextDraft(lens.seq_lens, lens.seq_lens_cpu, is_plain, self._record(), flight)
         if self._verify is not None and self._pads(batch, plain, active, proposal):
@@ -602,7 +605,7 @@ class OutriderWorker:
                 drafts, accepted = outcomes.num_drafts[r], outcomes.num_accepted_drafts[r]
                 count_step(req, int(drafts), int(accepted))
         if flight.columns.explain:
-            self._explain(outcomes, flight.proposal, flight.drafters)
+            self._explain(flight)
         if flight.columns.wants_output:
             attach_hidden(flight, output, gone)
             if batch.return_logprob:
@@ -711,14 +714,17 @@ class OutriderWorker:
         if self._tracer is not None:
             self._tracer.step(clock, outcomes, proposal, drafters)
 
-    def _explain(self, outcomes: Outcomes, proposal: Proposal, drafters: Sequence[str]) -> None:
+    def _explain(self, flight: Flight) -> None:
         """Note what the step did to each request that asks, and tell it when it ends."""
-        drafts = proposal.drafts()
-        for outcome, draft, name in zip(outcomes, drafts, drafters, strict=True):
+        assert flight.outcomes is not None
+        drafts = flight.proposal.drafts()
+        foreseen = flight.foreseen or [None] * len(drafts)
+        told = zip(flight.outcomes, drafts, flight.drafters, foreseen, strict=True)
+        for outcome, draft, name, found in told:
             request: Any = outcome.request
             if request.explain:
                 req = request.req  # it keeps the notes: it may be retracted, and come again
                 req.outrider_steps = getattr(req, "outrider_steps", [])
-                req.outrider_steps.append(step_record(outcome, draft, name))
+                req.outrider_steps.append(step_record(outcome, draft, name, found))
                 if outcome.finish_reason is not None or req.finished():
                     accepted_drafts(req).steps = req.outrider_steps
