@@ -18,15 +18,15 @@ class Told:
         self.known = []
 
     def start(self, requests):
-        self.known += [request.req.rid for request in requests]
+        self.known += [(request.req.rid, request.drafter) for request in requests]
 
     def stop(self, requests):
         for request in requests:
-            self.known.remove(request.req.rid)
+            self.known.remove((request.req.rid, request.drafter))
 
 
-def make(rid):
-    params = SamplingParams(max_new_tokens=4)
+def make(rid, **wishes):
+    params = SamplingParams(max_new_tokens=4, custom_params={"outrider": wishes})
     params.normalize(None)
     req = Req(rid, "", [1, 2, 3], params, eos_token_ids=set())
     req.output_ids.append(7)
@@ -47,7 +47,7 @@ def test_who_has_ended_is_not_told_to_drafters(table):
     requests = table.update([ended, other])
     table.complete(requests)
     assert [request.finish_reason is None for request in requests] == [False, True]
-    assert table._drafters.router.known == ["other"]
+    assert table._drafters.router.known == [("other", "ngram")]
     table.update([other])
     table.update([])
     assert table._drafters.router.known == []
@@ -58,4 +58,9 @@ def test_who_has_no_first_token_yet_is_told_later(table):
     requests = table.update([req], unread={"new"})
     assert table._drafters.router.known == []
     table.complete(requests)
-    assert table._drafters.router.known == ["new"]
+    assert table._drafters.router.known == [("new", "ngram")]
+
+
+def test_who_wants_no_drafts_has_no_drafter(table):
+    table.update([make("plain", max_drafts=0)])
+    assert table._drafters.router.known == [("plain", "none")]

@@ -225,7 +225,7 @@ class RequestTable:
             # beside a grammar the host takes in what a step emitted after it has chosen the next
             finish_reason=FinishReason.STOP if req.finished() else None,
             req=req,
-            drafter=drafter,
+            drafter=drafter if most else "none",  # others need not know of it
             max_drafts=most,
             explain=explain,
             tenant=req.extra_key or "",
