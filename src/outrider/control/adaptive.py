@@ -167,6 +167,9 @@ class AdaptiveDrafter:
 
     def meanwhile(self) -> None:
         """Learn from the last step: its time, and which drafts were right, used or not."""
+        for drafter in self.free.values():
+            if (work := getattr(drafter, "meanwhile", None)) is not None:
+                work()
         if self.device is not None and self._drafted_on_device is not None:
             self.device.learn(self._drafted_on_device)
             self._drafted_on_device = None

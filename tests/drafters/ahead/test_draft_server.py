@@ -15,9 +15,9 @@ from itertools import zip_longest
 import pytest
 
 import outrider
-from outrider.core import KeyedCoins
+from outrider.core import KeyedCoins, Request, SamplingParams
 from outrider.drafters import AheadDrafter
-from outrider.drafters.ahead import DraftServer
+from outrider.drafters.ahead import DraftServer, messages
 from outrider.drafters.ahead.messages import Closed, Connection
 from outrider.errors import UsageError
 from outrider.hosts.transformers.runner import Runner
@@ -256,6 +256,33 @@ def test_a_commit_that_does_not_fit_asks_for_the_text_again(serving, path):
         while b"unknown" not in heard:
             heard += peer.recv(4096)
     assert b'{"unknown":[4]}' in heard
+
+
+def test_no_more_texts_are_opened_than_the_server_takes(target, expected, server, monkeypatch):
+    opened = []
+
+    def note(request):
+        opened.append(request.id)
+        return messages.opened(request)
+
+    monkeypatch.setattr("outrider.drafters.ahead.drafter.MAX_TEXTS", 2)
+    monkeypatch.setattr("outrider.drafters.ahead.server.MAX_TEXTS", 2)
+    monkeypatch.setattr("outrider.drafters.ahead.drafter.opened", note)
+    drafter = Driven(server)
+    assert generate(target, drafter).outputs == expected
+    assert drafter.counts["hit"] > 0 < drafter.counts["none"]
+    assert len(opened) == len(set(opened)) >= 2, "each text is sent once"
+
+
+def test_who_asks_for_no_drafts_reads_all_the_same(server):
+    """A host may be told to go without drafts for long; trees must not pile up."""
+    drafter, (request,) = Driven(server), [Request(7, (1, 2, 3), SamplingParams(), 0)]
+    drafter.start([request])
+    for _ in range(6):
+        server.turn(0.0)
+    assert not drafter._trees
+    drafter.meanwhile()
+    assert drafter._trees.keys() == {7}
 
 
 def test_a_pass_that_fails_drops_texts_and_goes_on(target, expected, server, monkeypatch):

@@ -29,7 +29,14 @@ from outrider.core import (
     chain,
     survival,
 )
-from outrider.drafters.ahead.messages import VERSION, Closed, Connection, opened, tree_of
+from outrider.drafters.ahead.messages import (
+    MAX_TEXTS,
+    VERSION,
+    Closed,
+    Connection,
+    opened,
+    tree_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +131,10 @@ class AheadDrafter:
         if commits:
             self._send({"commit": commits})
 
+    def meanwhile(self) -> None:
+        """Read what the server has said: who does not read is taken for gone."""
+        self._receive()
+
     def stop(self, requests: Sequence[Request]) -> None:
         """Let the server forget requests."""
         gone = [request.id for request in requests if request.id in self._open]
@@ -186,9 +197,10 @@ class AheadDrafter:
     # -- the connection
 
     def _introduce(self, requests: Sequence[Request]) -> None:
-        if requests and self._connect():
-            self._open.update(request.id for request in requests)
-            self._send({"open": [opened(request) for request in requests]})
+        some = requests[: MAX_TEXTS - len(self._open)]
+        if some and self._connect():
+            self._open.update(request.id for request in some)
+            self._send({"open": [opened(request) for request in some]})
 
     def _connect(self) -> bool:
         if self._connection is not None:

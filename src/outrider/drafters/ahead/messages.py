@@ -32,6 +32,9 @@ VERSION = 1
 MAX_LINE = 16 * 2**20
 """A longer line is taken for garbage."""
 
+MAX_TEXTS = 256
+"""Texts of one host. It opens no more, and goes without drafts for others."""
+
 SENT = (
     "temperature",
     "top_k",

@@ -23,6 +23,7 @@ from typing import Any
 from outrider.core import Coins
 from outrider.drafters.ahead.growth import BranchingModel, Growth
 from outrider.drafters.ahead.messages import (
+    MAX_TEXTS,
     VERSION,
     Closed,
     Connection,
@@ -33,9 +34,6 @@ from outrider.drafters.ahead.messages import (
 from outrider.errors import UsageError
 
 logger = logging.getLogger(__name__)
-
-MAX_TEXTS = 256
-"""Texts of one host; it goes without drafts for others."""
 
 
 @dataclass(eq=False)
