@@ -32,6 +32,9 @@ SETUPS: dict[str, dict[str, dict[str, Any]]] = {
 CROWD = 96
 """Requests in a row that may have to share a drafter."""
 
+MAX_TOKENS = 10
+"""Of an answer. Parity tests have longer ones; here many requests come and go."""
+
 MALFORMED: tuple[dict[str, Any] | str, ...] = (
     "{",
     {"sampling_params": {}},
@@ -47,7 +50,7 @@ MALFORMED: tuple[dict[str, Any] | str, ...] = (
 def distinct_requests(count: int, seed: int) -> list[workload.Wish]:
     """Return requests of every kind and form."""
     kinds = workload.greedy("stories260k") | workload.SEEDED | workload.FILTERED
-    made = workload.make(kinds | workload.GRAMMAR, count, seed, 16, no_repeat_processor())
+    made = workload.make(kinds | workload.GRAMMAR, count, seed, MAX_TOKENS, no_repeat_processor())
     # a grammar and a processor together may forbid every token
     return [w for w in made if not (w.form == "processor" and w.kind in workload.GRAMMAR)]
 
