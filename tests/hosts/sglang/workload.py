@@ -114,6 +114,8 @@ def make(kinds: dict[str, dict], count: int, seed: int, max_new: int, processor:
         form = FORMS[(i // len(names)) % len(FORMS)]
         params = {"temperature": 0, "max_new_tokens": rng.randrange(max_new // 2, max_new)}
         params |= {"sampling_seed": rng.randrange(2**31), **kinds[kind]}
+        least = params.get("min_new_tokens", 0)  # SGLang refuses more than there may be
+        params["max_new_tokens"] = max(params["max_new_tokens"], least)
         wishes.append(_wish(kind, form, params, prompt(rng), processor))
     return wishes
 
