@@ -68,7 +68,7 @@ COSTS = {"target": (18.2e-3, 46e-6), "draft": (2.1e-3, 3.2e-6)}
 its draft model of 1B."""
 
 BATCHES, DRAFTS, KINDS = (1, 2, 4, 8, 16), (2, 4, 6, 8), ("code", "chat", "json", "prose", "mixed")
-WIDTH, MOST = 32, 8
+WIDTH, FAN_OUT, MOST = 32, 6, 8
 PROMPTS = {kind: common.PROMPTS[kind] for kind in ("code", "chat")}
 
 
@@ -128,9 +128,9 @@ class RecordedBranches:
     def __init__(self, traces: Sequence[dict[str, Any]]) -> None:
         self.vocab_size = 1 + max(t for trace in traces for t in (*trace["prompt"], *_ids(trace)))
         self._texts = {
-            (*trace["prompt"], *trace["output"][: i + 1]): said[0]
+            (*trace["prompt"], *trace["output"][: i + 1]): said
             for trace in traces
-            for i, said in enumerate(trace["drafts"])
+            for i, said in enumerate(trace["likely"])
         }
         self._all = list(self._texts.values())
 
@@ -150,30 +150,25 @@ class RecordedBranches:
         sequence.tokens = branch.tokens
 
     def extend(self, segments: Sequence[tuple[Said, Sequence[int]]]) -> Tensor:
-        """Return logits of what was said: the two likeliest tokens, and the rest alike."""
+        """Return logits of what was said: the likeliest tokens, and the rest alike."""
         logits = []
         for sequence, tokens in segments:
             sequence.tokens = (*sequence.tokens, *tokens)
             said = self._texts.get(sequence.tokens)
             if said is None:
                 rng = random.Random(hash(sequence.tokens))
-                _, first, _, second = rng.choice(self._all)
-                said = [
-                    rng.randrange(self.vocab_size),
-                    first,
-                    rng.randrange(self.vocab_size),
-                    second,
-                ]
-            rest = max(1e-6, 1 - said[1] - said[3]) / self.vocab_size
+                _, chances = rng.choice(self._all)
+                said = rng.sample(range(self.vocab_size), len(chances)), chances
+            ids, chances = said
+            rest = max(1e-6, 1 - sum(chances)) / self.vocab_size
             p = torch.full((self.vocab_size,), rest)
-            p[int(said[2])], p[int(said[0])] = max(said[3], rest), said[1]
+            p[ids] = torch.tensor(chances).clamp(min=rest)
             logits.append(p.log())
         return torch.stack(logits)
 
 
 def _ids(trace: dict[str, Any]) -> list[int]:
-    said = [int(e[i]) for chain in trace["drafts"] for e in chain[:1] for i in (0, 2)]
-    return [*trace["output"], *said]
+    return [*trace["output"], *(token for ids, _ in trace["likely"] for token in ids)]
 
 
 def renamed(traces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -189,6 +184,7 @@ def renamed(traces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "prompt": [of(t) for t in trace["prompt"]],
             "output": [of(t) for t in trace["output"]],
             "drafts": [[[of(a), p, of(b), q] for a, p, b, q in chain] for chain in trace["drafts"]],
+            "likely": [[[of(t) for t in ids], chances] for ids, chances in trace["likely"]],
         }
         for trace in traces
     ]
@@ -201,7 +197,7 @@ class CountedAhead(AheadDrafter):
         self, theatre: Any, model: RecordedBranches, width: int, wait: float = 1.0
     ) -> None:
         super().__init__("", wait=wait, clock=theatre.clock)
-        self._theatre, self._growth = theatre, Growth(model, KeyedCoins(), width, fan_out=2)
+        self._theatre, self._growth = theatre, Growth(model, KeyedCoins(), width, FAN_OUT)
         self._inbox: list[dict[str, Any]] = []
         self._under_way: list[Any] | None = None
         self._until = 0.0

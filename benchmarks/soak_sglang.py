@@ -377,12 +377,12 @@ def memory_slope(samples: Sequence[dict[str, Any]]) -> float | None:
     return round(products / squares, 3)
 
 
-def summary(state: State, distinct: int) -> dict[str, Any]:
+def summary(state: State) -> dict[str, Any]:
     """Return what a soak has found."""
     counts = state.counts
     return {
         "seed": state.seed,
-        "distinct": distinct,
+        "distinct": len(state.plain),
         "requests": counts["asked"],
         "compared": counts["compared"],
         "tokens": state.tokens,
@@ -453,7 +453,7 @@ def main() -> None:
 
         while not over():
             soak_piece(state, args.distinct, over, tick)
-    found = summary(state, args.distinct)
+    found = summary(state)
     print(json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=2))
     write("soak_sglang", {"provenance": made, **found}, args.out)
     if found["wrong"] or found["lost"] or found["leaked_slots"] or found["troubles_failed"]:

@@ -22,6 +22,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = [
     "README.md",
+    "SECURITY.md",
     *(
         f"docs/{name}.md"
         for name in (
@@ -314,6 +315,8 @@ def soak() -> Iterator[Row]:
     for name in ("wrong", "lost"):
         yield [f"{name} answers", str(found[name])]
     yield ["cache slots leaked", str(found["leaked_slots"])]
+    yield ["servers, one after the other", str(found["pieces"])]
+    yield ["steps with drafts of the device", f"{found['device_steps']:,}"]
     first, *_, last = (f"{sample['rss_mb']:.0f}" for sample in found["samples"])
     yield ["memory of the scheduler after the first and the last round, MB", f"{first}, {last}"]
     if (slope := found["memory_slope_mb_per_1000"]) is not None:
@@ -324,6 +327,31 @@ def soak() -> Iterator[Row]:
         yield [name, f"{count:,}"]
     for name in ("error", "timeout", "garbage", "resting", "prefill", "catching_up"):
         yield [f"requests of steps without drafts: `{name}`", f"{found['fallbacks'][name]:,}"]
+
+
+def fuzz() -> Iterator[Row]:
+    """Hostile input by door, and what broke."""
+    found = result("fuzz")
+    yield ["door", "inputs", "crashes", "hangs"]
+    for name, door in found["doors"].items():
+        yield [f"`{name}`", *(f"{door[key]:,}" for key in ("inputs", "crashes", "hangs"))]
+    yield ["all", *(f"{found[key]:,}" for key in ("inputs", "crashes", "hangs"))]
+
+
+def side_channel() -> Iterator[Row]:
+    """How often an observer guesses the prompt, by way to serve and by what is looked at."""
+    ways = result("side_channel")["ways"]
+    features = list(ways["open"])
+    yield ["way to serve", *features]
+    for name, found in ways.items():
+        cells = (found[feature] for feature in features)
+        yield [
+            f"`{name}`",
+            *(
+                f"{cell['accuracy']:.0%} ({cell['interval'][0]:.0%}-{cell['interval'][1]:.0%})"
+                for cell in cells
+            ),
+        ]
 
 
 def compatibility() -> Iterator[Row]:
@@ -367,7 +395,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
         paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
         kernels_static, compatibility, heads, pool, ahead_counted, ahead_real,
-        ahead_coins, soak,
+        ahead_coins, soak, fuzz, side_channel,
     )
 }  # fmt: skip
 

@@ -231,6 +231,18 @@ def test_grammar_along_the_path(grammars):
     assert torch.equal(mask(shared), mask(make()))
 
 
+def test_rows_beside_a_grammar_that_has_ended(grammars):
+    """SGLang's mask takes one of the grammars: there must be one, or no list."""
+    batch = Batch([Req("ended", [], grammars[1]()), Req("other", [5])])
+    everyone = company(batch)
+    other = ActiveRequests(everyone.requests[1:], *(np.array([1]), np.array([0]), ["greedy"]))
+    for active, has in ((everyone, True), (other, False)):
+        proposal = Proposal.empty(len(active.requests))
+        info = row_sampling(batch, active, proposal, torch.from_numpy(active.members))
+        assert (info.grammars is not None) == has
+    info.update_regex_vocab_mask()
+
+
 def test_mask_on_cpu(grammars):
     tokenizer, make = grammars
     grammar = make()

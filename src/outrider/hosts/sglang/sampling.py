@@ -173,10 +173,12 @@ def row_sampling(batch: Any, active: ActiveRequests, proposal: Proposal, owner: 
         rows.penalizer_orchestrator = penalties
     owners = [active.requests[r] for r in proposal.row_owners.tolist()]
     if batch.has_grammar:
-        rows.grammars = [
+        grammars = [
             request.req.grammar and RowGrammar(request.req.grammar, path)
             for request, path in zip(owners, paths, strict=True)
         ]
+        if any(grammars):  # who has one may have ended
+            rows.grammars = grammars
     if rows.custom_params:
         rows.custom_params = [
             _row_params(params, [*request.output, *path])
