@@ -68,7 +68,7 @@ COSTS = {"target": (18.2e-3, 46e-6), "draft": (2.1e-3, 3.2e-6)}
 its draft model of 1B."""
 
 BATCHES, DRAFTS, KINDS = (1, 2, 4, 8, 16), (2, 4, 6, 8), ("code", "chat", "json", "prose", "mixed")
-WIDTH, FAN_OUT, MOST = 32, 6, 8
+WIDTH, FAN_OUT, MOST = 32, 3, 8
 PROMPTS = {kind: common.PROMPTS[kind] for kind in ("code", "chat")}
 
 

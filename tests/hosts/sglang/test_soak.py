@@ -13,7 +13,7 @@ import soak_sglang
 import soak_troubles
 from soak_sglang import Soak, State
 
-DISTINCT = 80
+DISTINCT, SETUP = 80, State(seed=0).setup
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def soak(launch, tmp_path_factory):
         return launch("soak", model, *flags, **environment, OUTRIDER_TEST_RULE=rule)
 
     patched = pytest.MonkeyPatch.context()
-    with soak_sglang.started(folder, "device", start) as (server, drafts), patched as m:
+    with soak_sglang.started(folder, SETUP, start) as (server, drafts), patched as m:
         m.setattr(soak_sglang, "TROUBLE_EVERY", 12)
         m.setattr(soak_troubles, "SECONDS", 0.3)
 
@@ -58,8 +58,8 @@ def test_no_answer_is_wrong_or_lost(found):
 
 def test_twin_a_lenient_rule_is_found(soak, found):
     """Drafts are kept if they are among the target's two best."""
-    lenient = soak(State(seed=0, plain=found.plain), "lenient", 24)
-    assert 10 < lenient.counts["wrong"] < lenient.counts["compared"]
+    lenient = soak(State(seed=0, plain=found.plain), "lenient", 32)
+    assert 3 < lenient.counts["wrong"] < lenient.counts["compared"]
 
 
 def test_memory_slope():

@@ -180,7 +180,7 @@ class Growth(Generic[K, S]):
         coins: Coins,
         width: int = 8,
         fan_out: int = 3,
-        max_nodes: int = 64,
+        max_nodes: int = 128,
         min_chance: float = 0.01,
     ) -> None:
         if min(width, fan_out, max_nodes) < 1 or not 0 <= min_chance <= 1:
