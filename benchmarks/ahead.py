@@ -1,6 +1,7 @@
 """Drafting ahead beside ordinary speculation: by counted time, by coins, and with real processes.
 
     python benchmarks/ahead.py counted           # 2 minutes; needs no download
+    python benchmarks/ahead.py paced             # 10 minutes, in scripts/setup-sglang-cpu's
     python benchmarks/ahead.py coins             # 2 minutes; needs no download
     python benchmarks/ahead.py real TARGET DRAFT # 15 minutes on two idle cores
     python benchmarks/ahead.py picture           # docs/img/ahead.svg, from counted time
@@ -10,6 +11,9 @@
 what COSTS says. Texts and drafts are those of `tests/control/traces.json.gz` (Qwen2.5-Coder, 1.5B
 and 0.5B): what the draft model says off the recorded text is made up, as sure as it is elsewhere.
 Ordinary speculation waits for each pass of the draft model, with the best of several K.
+
+*Paced*: the same devices and texts under a real SGLang server and a real draft server, with all
+that these do on the host: see ahead_paced.py.
 
 *Coins*: how often the tree had what the target emitted, at several temperatures, when it is grown
 with the target's coins and with others. The tiny models of the package.
@@ -75,10 +79,10 @@ PROMPTS = {kind: common.PROMPTS[kind] for kind in ("code", "chat")}
 def main() -> None:
     """Measure one part and report, or only report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=["counted", "coins", "real", "picture", "report"])
+    parser.add_argument("part", choices=["counted", "paced", "coins", "real", "picture", "report"])
     parser.add_argument("models", nargs="*", help="for real: the target and the draft model")
     parser.add_argument("--tokens", type=int, default=64, help="for real: of each answer")
-    parser.add_argument("--rounds", type=int, default=2, help="for real")
+    parser.add_argument("--rounds", type=int, default=2, help="for real and paced")
     args = parser.parse_args()
     if args.part == "picture":
         picture()
@@ -87,6 +91,11 @@ def main() -> None:
     result["provenance"] = result.get("provenance") or provenance()
     if args.part == "counted":
         result["counted"] = {"provenance": provenance(), "cells": counted()}
+    elif args.part == "paced":
+        from ahead_paced import paced
+
+        made, found = provenance(), paced(KINDS, BATCHES, DRAFTS, args.rounds)
+        result["paced"] = {"provenance": made, **found}
     elif args.part == "coins":
         result["coins"] = {"provenance": provenance(), "cells": coins()}
     elif args.part == "real":
@@ -511,11 +520,12 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
         if value is not None:
             found.append({"goal": text, "value": value, "reached": value >= least})
 
-    cells = result.get("counted", {}).get("cells", [])
-    if cells:
-        alone = [cell["ratio"] for cell in cells if cell["batch"] == 1]
-        goal("counted, B = 1: >= 1.4 times ordinary speculation, the median", _median(alone), 1.4)
-        goal("counted: never below ordinary speculation", min(c["ratio"] for c in cells), 1.0)
+    for part in ("counted", "paced"):
+        if cells := result.get(part, {}).get("cells", []):
+            alone = [cell["ratio"] for cell in cells if cell["batch"] == 1]
+            text = f"{part}, B = 1: >= 1.4 times ordinary speculation, the median"
+            goal(text, _median(alone), 1.4)
+            goal(f"{part}: never below ordinary speculation", min(c["ratio"] for c in cells), 1.0)
     if measured := result.get("real"):
         for cores in ("one core", "two cores"):
             by_kind = measured["ratios"][f"model, {cores}"]
@@ -532,9 +542,9 @@ def _median(values: Sequence[float]) -> float:
 def show(result: dict[str, Any]) -> None:
     """Print tables and goals."""
     console = Console()
-    if cells := result.get("counted", {}).get("cells"):
-        table = Table("text", "B", "plain", "ordinary (K)", "ahead", "ahead / ordinary", "hits")
-        for c in cells:
+    for part in ("counted", "paced"):
+        table = Table(part, "B", "plain", "ordinary (K)", "ahead", "ahead / ordinary", "hits")
+        for c in result.get(part, {}).get("cells", ()):
             ordinary = f"{c['ordinary']:.0f} ({c['ordinary_drafts']})"
             numbers = f"{c['plain']:.0f}", ordinary, f"{c['ahead']:.0f}"
             ends = f"{c['ratio']:.2f}", f"{c['hit_rate']:.2f}"

@@ -98,16 +98,30 @@ def _start(
     return server
 
 
-def ask(server: Paced, asked: list[Prompt], batch: int, tokens: int) -> dict[str, Any]:
+def ask(
+    server: Paced,
+    asked: list[Prompt],
+    batch: int,
+    tokens: int,
+    custom_params: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Let a server answer a batch. Return what the device's log says of it."""
-    passes, seconds = run(server, asked, batch, tokens)
+    passes, seconds = run(server, asked, batch, tokens, custom_params)
     return {**steady(passes, batch).summary(batch), "request_seconds": round(seconds, 3)}
 
 
-def run(server: Paced, asked: list[Prompt], batch: int, tokens: int) -> tuple[list[Pass], float]:
+def run(
+    server: Paced,
+    asked: list[Prompt],
+    batch: int,
+    tokens: int,
+    custom_params: dict[str, Any] | None = None,
+) -> tuple[list[Pass], float]:
     """Let a server answer a batch. Return the device's passes, and how long the answers took."""
     tokens = min(tokens, *(len(prompt.output) for prompt in asked))
-    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    params: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    if custom_params:
+        params["custom_params"] = custom_params
     body = {"input_ids": [prompt.ids for prompt in asked], "sampling_params": params}
     server.resume()
     since = now()

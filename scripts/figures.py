@@ -131,8 +131,17 @@ def pool() -> Iterator[Row]:
 
 def ahead_counted() -> Iterator[Row]:
     """Drafting ahead beside ordinary speculation, by counted time."""
+    yield from _ahead("counted")
+
+
+def ahead_paced() -> Iterator[Row]:
+    """The same in real servers on paced devices."""
+    yield from _ahead("paced")
+
+
+def _ahead(part: str) -> Iterator[Row]:
     yield ["text", "B", "plain", "ordinary (K)", "ahead", "ahead / ordinary", "hits"]
-    for cell in result("ahead")["counted"]["cells"]:
+    for cell in result("ahead")[part]["cells"]:
         ordinary = f"{cell['ordinary']:.0f} ({cell['ordinary_drafts']})"
         speeds = [f"{cell['plain']:.0f}", ordinary, f"{cell['ahead']:.0f}"]
         yield [
@@ -394,7 +403,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
         paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
-        kernels_static, compatibility, heads, pool, ahead_counted, ahead_real,
+        kernels_static, compatibility, heads, pool, ahead_counted, ahead_paced, ahead_real,
         ahead_coins, soak, fuzz, side_channel,
     )
 }  # fmt: skip

@@ -28,6 +28,9 @@ HEADER = 4
 UNKNOWN = 0.05
 """Confidence of the draft model where nothing was recorded: at the first token of an output."""
 
+UNSAID = ([-1], [UNKNOWN])
+"""What is likely there."""
+
 FILE = Path(__file__).parents[3] / "control" / "traces.json.gz"
 ROTATIONS = 4
 
@@ -39,6 +42,7 @@ class Text:
     prompt, output: token ids
     drafted, confidences: [len(output)] what the draft model said at each output token, and how sure
         it was
+    likely: [len(output)] the tokens that it thought likely there, and their chances
     """
 
     kind: str
@@ -46,6 +50,7 @@ class Text:
     output: tuple[int, ...]
     drafted: tuple[int, ...]
     confidences: tuple[float, ...]
+    likely: tuple[tuple[list[int], list[float]], ...]
 
 
 @lru_cache(maxsize=1)
@@ -73,8 +78,16 @@ def _joined(kind: str, traces: list[dict]) -> Text:
         first = [chain[0] for chain in trace["drafts"]]
         drafted += [VOCABULARY - 1, *renamed([token for token, *_ in first])]
         confidences += [UNKNOWN, *(confidence for _, confidence, *_ in first)]
-    assert len(names) < VOCABULARY
-    return Text(kind, tuple(prompt), tuple(output), tuple(drafted), tuple(confidences))
+    likely = [said for trace in traces for said in (UNSAID, *trace["likely"])]
+    # a token that the text does not have may have any id that the text does not have
+    others = range(VOCABULARY - max(len(ids) for ids, _ in likely), VOCABULARY)
+    assert len(names) < others[0]
+    named = [
+        ([names.get(token, other) for token, other in zip(ids, others, strict=False)], chances)
+        for ids, chances in likely
+    ]
+    parts = prompt, output, drafted, confidences, named
+    return Text(kind, *map(tuple, parts))
 
 
 @dataclass(frozen=True)
