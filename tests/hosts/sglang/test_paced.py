@@ -10,6 +10,7 @@ import pytest
 import torch
 from paced.clock import now
 from paced.device import Device, Pass
+from paced.drafts import PacedBranches
 from paced.log import finished_log, steady
 from paced.model import FLAGS, write_model
 from paced.plugin import PLUGIN, VARIABLE, make_device
@@ -313,3 +314,24 @@ def test_long_prompts_are_read_in_chunks(both):
     tokens, passes = answers(bare, asked)
     assert tokens == [prompt.output[:TOKENS] for prompt in asked]
     assert sum(p.kind == "prefill" for p in passes) > 1
+
+
+# -- a draft server's
+
+
+def test_what_is_likely_on_the_text_and_off_it():
+    cost = PROFILES["h100x4-70b"].draft
+    model, (asked,) = PacedBranches(cost), prompts("code", 1)
+    sequence, foreseen = model.open(), 0
+    model.extend([(sequence, asked.ids)])
+    for token, following in pairwise(asked.output[:60]):
+        (logits,) = model.extend([(sequence, [token])])
+        foreseen += following in logits.topk(3).indices.tolist()
+    assert sequence.is_on_text
+    assert foreseen > 45
+    branch, began = model.fork(sequence), now()
+    model.extend([(branch, [(asked.output[60] + 1) % VOCABULARY])])
+    assert now() - began >= cost.fixed
+    assert sequence.is_on_text > branch.is_on_text
+    (logits,) = model.extend([(branch, [asked.output[61]])])
+    assert asked.output[62] not in logits.topk(3).indices.tolist()
