@@ -352,7 +352,7 @@ class Growth(Generic[K, S]):
                 if claimed > 0.0:
                     sure = self.calibration.of(rank, claimed, greedy)
                     place = node.depth + 1, sure, node.chance * sure
-                    node.children.append(Node[S](token, *place, rank, min(1.0, claimed)))
+                    node.children.append(Node(token, *place, rank, min(1.0, claimed)))
             guess = replace(guess, logits=guess.logits.scatter(-1, drawn[:, None], -math.inf))
 
     def tree(self, key: K, most: int = 128) -> AheadTree:

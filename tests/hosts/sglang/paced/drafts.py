@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,9 @@ from paced.texts import HEADER, VOCABULARY, texts
 
 WIDTH = 32
 """Nodes of a pass: a GPU reads so many in the time of one."""
+
+OTHERS = 64
+"""Lists of tokens off the text."""
 
 LONG, PREFILL_ROW = 128, 2e-6
 """A pass of more rows reads prompts, which are not part of what is measured."""
@@ -70,7 +74,9 @@ class PacedBranches:
 
     def __init__(self, cost: PassCost) -> None:
         self._cost = cost
-        self._sure = [chances for text in texts() for _, chances in text.likely]
+        self._tables = [_table(text.likely) for text in texts()]
+        count, rng = self._tables[0][0].shape[1], random.Random(0)
+        self._made_up = [rng.sample(range(VOCABULARY), count) for _ in range(OTHERS)]
 
     def open(self) -> Said:
         """Return an empty sequence."""
@@ -96,29 +102,36 @@ class PacedBranches:
                 sequence.read(token)
             # all branches of a text read its cache together
             contexts[sequence.header] = max(contexts.get(sequence.header, 0), sequence.length)
-        logits = torch.stack([self._logits(sequence) for sequence, _ in segments])
+        logits = np.zeros((len(segments), VOCABULARY), np.float32)
+        for row, (sequence, _) in zip(logits, segments, strict=True):
+            self._say(sequence, row)
         seconds = self._cost.decode(rows, sum(contexts.values()))
         if rows > LONG:
             seconds = self._cost.fixed + PREFILL_ROW * rows
         wait_until(started + seconds)
-        return logits
+        return torch.from_numpy(logits)
 
-    def _logits(self, sequence: Said) -> Tensor:
-        """Return the logs of the likely tokens' chances; the others are alike."""
+    def _say(self, sequence: Said, row: np.ndarray) -> None:
+        """Write the logs of the likely tokens' chances; the others are alike."""
         if sequence.length < HEADER or sequence.place < 0:
-            return torch.zeros(VOCABULARY)
-        text = texts()[sequence.header[0]]
-        if sequence.is_on_text:
-            ids, chances = text.likely[sequence.place % len(text.output)]
-            ids = [(token + sequence.header[1]) % VOCABULARY for token in ids]
-        else:
-            rng = random.Random(sequence.key)
-            chances = rng.choice(self._sure)
-            ids = rng.sample(range(VOCABULARY), len(chances))
-        rest = max(1e-6, 1 - sum(chances)) / VOCABULARY
-        found = torch.full((VOCABULARY,), rest)
-        found[ids] = torch.tensor(chances).clamp(min=rest)
-        return found.log()
+            return
+        which, shift, *_ = sequence.header
+        tokens, chances, rest = self._tables[which]
+        place = (sequence.place if sequence.is_on_text else sequence.key) % len(tokens)
+        row[:] = rest[place]
+        ids = tokens[place] if sequence.is_on_text else self._made_up[sequence.key % OTHERS]
+        row[(np.asarray(ids) + shift) % VOCABULARY] = chances[place]
+
+
+def _table(likely: Sequence[tuple[list[int], list[float]]]) -> tuple[np.ndarray, ...]:
+    """Return of each place the likely tokens, [N, W], the logs of their chances, and of others."""
+    count = max(len(ids) for ids, _ in likely)
+    tokens, chances = (
+        np.array([own + own[:1] * (count - len(own)) for own in column])
+        for column in zip(*likely, strict=True)
+    )
+    rest = np.array([max(1e-6, 1 - sum(own)) for _, own in likely]) / VOCABULARY
+    return tokens, np.log(np.maximum(chances, rest[:, None])), np.log(rest)
 
 
 def main(socket: str, profile: str) -> None:
