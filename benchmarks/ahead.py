@@ -542,9 +542,9 @@ def _median(values: Sequence[float]) -> float:
 def show(result: dict[str, Any]) -> None:
     """Print tables and goals."""
     console = Console()
-    for part in ("counted", "paced"):
+    for part in [part for part in ("counted", "paced") if part in result]:
         table = Table(part, "B", "plain", "ordinary (K)", "ahead", "ahead / ordinary", "hits")
-        for c in result.get(part, {}).get("cells", ()):
+        for c in result[part]["cells"]:
             ordinary = f"{c['ordinary']:.0f} ({c['ordinary_drafts']})"
             numbers = f"{c['plain']:.0f}", ordinary, f"{c['ahead']:.0f}"
             ends = f"{c['ratio']:.2f}", f"{c['hit_rate']:.2f}"

@@ -121,8 +121,8 @@ def foreseen(server: Paced) -> dict[str, int]:
     server.resume()
     metrics = server.metrics()
     server.suspend()
-    found = {}
-    for kind in ("hit", "miss", "end", "none"):
-        names = [n for n in metrics if n.startswith("outrider:foreseen_total{")]
-        found[kind] = int(sum(metrics[n] for n in names if f'found="{kind}"' in n))
-    return found
+    names = [name for name in metrics if name.startswith("outrider:foreseen_total{")]
+    return {
+        kind: int(sum(metrics[name] for name in names if f'found="{kind}"' in name))
+        for kind in ("hit", "miss", "end", "none")
+    }

@@ -123,7 +123,7 @@ class AdaptiveDrafter:
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Forget the requests, here and in every drafter."""
-        self.meanwhile()
+        self._learn()
         for drafter in self._drafters.values():
             drafter.stop(requests)
         for request in requests:
@@ -146,7 +146,7 @@ class AdaptiveDrafter:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Tell every drafter what was emitted. Control learns from the step in `meanwhile`."""
-        self.meanwhile()
+        self._learn()
         self._observed = now = self._clock()
         done = Outcomes.of(outcomes)
         step, self._step = self._step, None
@@ -166,10 +166,14 @@ class AdaptiveDrafter:
             drafter.observe(self._states.of(name, done))
 
     def meanwhile(self) -> None:
-        """Learn from the last step: its time, and which drafts were right, used or not."""
+        """Do what can wait: learn from the last step, and let drafters do theirs."""
+        self._learn()
         for drafter in self.free.values():
             if (work := getattr(drafter, "meanwhile", None)) is not None:
                 work()
+
+    def _learn(self) -> None:
+        """Learn from the last step: its time, and which drafts were right, used or not."""
         if self.device is not None and self._drafted_on_device is not None:
             self.device.learn(self._drafted_on_device)
             self._drafted_on_device = None
@@ -243,7 +247,7 @@ class AdaptiveDrafter:
         self._rows = self.acceptance.rows([request.id for request in requests])
         self._offers = []
         if not self._has_seen(step.requests):
-            self.meanwhile()  # the step that is not learned from yet may have been the first
+            self._learn()  # the step that is not learned from yet may have been the first
         return step
 
     def _has_seen(self, batch: int) -> bool:
