@@ -282,13 +282,12 @@ class Drafters:
         """Return how often a draft server had drafts for a request, or why it had none."""
         return sum((drafter.counts for drafter in self.ahead), Counter[str]())
 
-    def found(self, requests: Sequence[Any]) -> list[str | None]:
-        """Return what a draft server had for each request in the last proposal, if one was asked.
+    def found(self) -> dict[int, str]:
+        """Return what a draft server had in the last proposal, by the request's id.
 
         It may have been asked for a request without being the one who drafted.
         """
-        kinds = {id_: kind for drafter in self.ahead for id_, kind in drafter.found.items()}
-        return [kinds.get(request.id) for request in requests]
+        return {id_: kind for drafter in self.ahead for id_, kind in drafter.found.items()}
 
 
 def _needed(model: SglangDraftModel | None) -> SglangDraftModel:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ class Flight:
     clock: of this step
     outcomes: what it did, once that is known
     drafters: who drafted for each request, if somebody asks
-    foreseen: what a draft server had for each, if somebody asks
+    foreseen: what a draft server had, by the request's id, if somebody asks
     """
 
     requests: Sequence[LiveRequest]
@@ -51,7 +51,7 @@ class Flight:
     result: Any = None
     outcomes: Outcomes | None = None
     drafters: Sequence[str] = ()
-    foreseen: Sequence[str | None] = ()
+    foreseen: Mapping[int, str] = field(default_factory=dict)
     ahead: bool = False
     widths: Ints | None = None
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -301,13 +301,14 @@ class OutriderWorker:
             launched = self._launch_on_device(batch, plain, widths, clock, active)
             if launched is not None:
                 return launched
+        foreseen = self._drafters.found() if columns.explain and asks else {}
         is_plain = is_whole and proposal.num_rows == len(requests)
         if is_plain and draft.is_current and not columns.needs_text:
-            return self._launch_plain(batch, plain, clock)
+            return self._launch_plain(batch, plain, clock, foreseen=foreseen)
         rows = StepRows.of(batch, plain, active, proposal)
-        flight = Flight(active.requests, active.members, columns, proposal, clock)
-        if columns.explain and asks:
-            flight.foreseen = self._drafters.found(active.requests)
+        flight = Flight(
+            active.requests, active.members, columns, proposal, clock, foreseen=foreseen
+        )
         lens = rows.forward if is_plain else plain
         draft = NextDraft(lens.seq_lens, lens.seq_lens_cpu, is_plain, self._record(), flight)
         if self._verify is not None and self._pads(batch, plain, active, proposal):
@@ -362,7 +363,12 @@ class OutriderWorker:
         return read, decoded
 
     def _launch_plain(
-        self, batch: Any, plain: Any, clock: StepClock, ahead: bool = False
+        self,
+        batch: Any,
+        plain: Any,
+        clock: StepClock,
+        ahead: bool = False,
+        foreseen: Mapping[int, str] | None = None,
     ) -> GenerationBatchResult:
         """Launch one token for each request: the device has all that it takes."""
         requests, lens = self._requests.update(plain.reqs), plain.seq_lens
@@ -382,7 +388,9 @@ class OutriderWorker:
         rows = StepRows(forward, kind_groups(columns.kinds, batch.device))
         nothing: Proposal = Proposal.empty(len(requests))
         members = np.arange(len(requests))
-        flight = Flight(requests, members, columns, nothing, clock, ahead=ahead)
+        flight = Flight(
+            requests, members, columns, nothing, clock, foreseen=foreseen or {}, ahead=ahead
+        )
         return self._run(flight, rows, NextDraft(new, new_cpu, True, done, flight))
 
     # -- drafts on the device: see `on_device`
@@ -718,13 +726,12 @@ class OutriderWorker:
         """Note what the step did to each request that asks, and tell it when it ends."""
         assert flight.outcomes is not None
         drafts = flight.proposal.drafts()
-        foreseen = flight.foreseen or [None] * len(drafts)
-        told = zip(flight.outcomes, drafts, flight.drafters, foreseen, strict=True)
-        for outcome, draft, name, found in told:
+        for outcome, draft, name in zip(flight.outcomes, drafts, flight.drafters, strict=True):
             request: Any = outcome.request
             if request.explain:
                 req = request.req  # it keeps the notes: it may be retracted, and come again
                 req.outrider_steps = getattr(req, "outrider_steps", [])
+                found = flight.foreseen.get(request.id)
                 req.outrider_steps.append(step_record(outcome, draft, name, found))
                 if outcome.finish_reason is not None or req.finished():
                     accepted_drafts(req).steps = req.outrider_steps
