@@ -248,9 +248,8 @@ class CountedAhead(AheadDrafter):
             if self._under_way is not None:
                 if self._until > now:
                     return
-                for key in self._under_way:
-                    if key in self._open:
-                        self._trees[key] = self._growth.tree(key)
+                for grown in self._under_way:
+                    self._add(grown)
                 self._under_way, self._is_silent = None, False
             self._take_in()
             before = self._growth.passes
@@ -370,19 +369,14 @@ def foreseen(draft: Runner, texts: Any, temperature: float, fan_out: int, shared
         params = SamplingParams(temperature=temperature)
         growth.open(n, Request(n, tuple(prompt), params, seed))
     for place in range(64):
-        growth.grow()
+        children = {grown.key: grown.tokens for grown in growth.grow()}
         for n, output in enumerate(texts.outputs):
-            children = [t for t, p in _children(growth.tree(n)) if p == -1]
-            right += output[place] in children
+            right += output[place] in children[n]
             asked += 1
             growth.commit(n, [output[place]])
     for n in growth.names:
         growth.close(n)
     return round(right / asked, 4)
-
-
-def _children(tree: Any) -> list[tuple[int, int]]:
-    return list(zip(tree.draft.tokens, tree.draft.parents, strict=True))
 
 
 # -- real

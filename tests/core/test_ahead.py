@@ -1,20 +1,29 @@
-"""A tree of what may come: walking it, and choosing from it."""
+"""A tree of what may come: it grows, is walked, and drafts are chosen from it."""
 
 from __future__ import annotations
 
 import pytest
 
-from outrider.core import AheadTree, Draft, PointMass, best_part
+from outrider.core import AheadTree
+from outrider.core.ahead import ENOUGH, MAX_NODES
 
 #        1 ------- 2 --- 4
 # text <    \        \-- 5
 #        3   6 --- 7
-TREE = Draft(
-    tokens=(1, 3, 2, 6, 4, 5, 7),
-    parents=(-1, -1, 0, 0, 2, 2, 3),
-    distribution=PointMass(),
-    confidences=(0.8, 0.1, 0.5, 0.4, 0.6, 0.3, 0.9),
-)
+ADDED = [
+    (0, 1, [1, 3], [0.8, 0.1]),
+    (1, 3, [2, 6], [0.5, 0.4]),
+    (3, 5, [4, 5], [0.6, 0.3]),
+    (4, 7, [7], [0.9]),
+]
+PATHS = {(1,), (3,), (1, 2), (1, 6), (1, 2, 4), (1, 2, 5), (1, 6, 7)}
+
+
+def tree(added=ADDED):
+    found = AheadTree(5)
+    for one in added:
+        found.add(*one)
+    return found
 
 
 def paths(draft):
@@ -29,23 +38,56 @@ def paths(draft):
 
 
 @pytest.mark.parametrize("walked", [(), (1,), (1, 2), (1, 6), (3,), (1, 2, 4)])
-def test_below_has_every_path_that_goes_on_and_no_other(walked):
-    expected = {p[len(walked) :] for p in paths(TREE) if p[: len(walked)] == walked} - {()}
-    assert paths(AheadTree(5, TREE).below(walked)) == expected
+def test_what_follows_is_every_path_that_goes_on_and_no_other(walked):
+    found = tree()
+    assert found.follow(walked)
+    assert found.length == 5 + len(walked)
+    expected = {p[len(walked) :] for p in PATHS if p[: len(walked)] == walked} - {()}
+    assert paths(found.best(99, trees=True)) == expected
+    assert found.is_leaf == (not expected)
 
 
 @pytest.mark.parametrize("walked", [(2,), (1, 3), (1, 2, 4, 9), (9,)])
 def test_a_text_that_went_another_way(walked):
-    assert AheadTree(5, TREE).below(walked) is None
+    assert not tree().follow(walked)
 
 
-def test_below_keeps_how_sure_each_is():
-    assert AheadTree(5, TREE).below((1,)).confidences == (0.5, 0.4, 0.6, 0.3, 0.9)
+def test_nodes_that_come_late_are_walked_too():
+    found = tree(ADDED[:2])
+    assert not found.follow((1, 6, 7, 8))
+    assert found.length == 7
+    found.add(*ADDED[3])
+    found.add(7, 8, [8], [0.5])
+    assert found.follow((7, 8))
+    assert found.is_leaf
+    found.add(8, 9, [9], [0.5])
+    assert found.best(3, trees=False).tokens == (9,)
 
 
 def test_the_best_part_is_the_likeliest():
     # chances: 1 .8, 3 .1, 2 .4, 6 .32, 4 .24, 5 .12, 7 .288
-    assert paths(best_part(TREE, 3, trees=True)) == {(1,), (1, 2), (1, 6)}
-    assert best_part(TREE, 9, trees=False).tokens == (1, 2, 4)
-    assert best_part(TREE, 2, trees=False).tokens == (1, 2)
-    assert best_part(TREE, 0, trees=False).tokens == ()
+    found = tree()
+    assert paths(found.best(3, trees=True)) == {(1,), (1, 2), (1, 6)}
+    assert found.best(3, trees=True).confidences == (0.8, 0.5, 0.4)
+    assert found.best(9, trees=False).tokens == (1, 2, 4)
+    assert found.best(9, trees=False).confidences == (0.8, 0.5, 0.6)
+    assert found.best(2, trees=False).tokens == (1, 2)
+    assert found.best(0, trees=False).tokens == found.best(0, trees=True).tokens == ()
+
+
+def test_nodes_out_of_reach_are_forgotten():
+    found, at, number = AheadTree(0), 0, 1
+    for step in range(ENOUGH):
+        found.add(at, number, [step, -1, -2], [0.5, 0.3, 0.2])
+        at, number = number, number + 3
+        assert found.follow((step,))
+        assert len(found._nodes) <= ENOUGH + 3
+    found.add(2, number, [7], [1.0])  # of a sibling long ago
+    assert found.is_leaf
+
+
+def test_a_tree_without_end_is_not_taken():
+    found = AheadTree(0)
+    for number in range(2 * MAX_NODES):
+        found.add(number, number + 1, [1], [1.0])
+    assert len(found._nodes) == MAX_NODES

@@ -1,6 +1,6 @@
 """The theory. Pure PyTorch: no kernels, no engine. Read `proposal`, `rules`, `settle`, `loop`."""
 
-from outrider.core.ahead import AheadTree, best_part
+from outrider.core.ahead import AheadTree
 from outrider.core.coins import Coins, KeyedCoins, Stream, gumbel_noise, murmur_hash32
 from outrider.core.loop import Budget, Drafter, Host, Step, step
 from outrider.core.proposal import (
@@ -72,7 +72,6 @@ __all__ = [
     "Unsupported",
     "Verdict",
     "at_least",
-    "best_part",
     "chain",
     "gumbel_noise",
     "is_whole",

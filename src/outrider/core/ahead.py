@@ -5,76 +5,118 @@ accepted, and a token x follows. Such an outcome is a path d_1 ... d_k x. All ou
 follows each of them, are one tree with a known text at its root. When the step is over, the tokens
 that it emitted are a way down this tree, and what is below its end are the next step's drafts.
 
-So nobody has to ask for an outcome by name, and a tree that comes late is not lost: it is walked
-further.
+So nobody has to ask for an outcome by name, and nodes that come late are not lost: they are added
+to the tree, which is walked further.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from outrider.core.lazy import lazy
-from outrider.core.proposal import ROOT, Draft, PointMass, likeliest, survival
+from outrider.core.proposal import ROOT, Draft, PointMass, chain
+
+MAX_NODES = 1 << 13
+"""A tree takes no more."""
+
+ENOUGH = 512
+"""Nodes from which on it is worth a look which of them are out of reach."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
+class _Node:
+    number: int
+    token: int
+    sure: float
+    children: list[_Node] = field(default_factory=list)
+
+
 class AheadTree:
-    """What may follow a text.
+    """What may follow a text: a tree that grows while the text goes down it.
 
-    length: of the text, in tokens
-    draft: what may follow it, as a tree
+    Who adds nodes gives them numbers; the one that the tree began with is 0.
+
+    began: how long the text was then, in tokens
+    length: of the text where it stands now
     """
 
-    length: int
-    draft: Draft
+    def __init__(self, length: int) -> None:
+        self.began = self.length = length
+        self._at = _Node(0, -1, 1.0)
+        self._nodes, self._enough = {0: self._at}, ENOUGH
 
-    @lazy
-    def _children(self) -> dict[tuple[int, int], int]:
-        edges = zip(self.draft.parents, self.draft.tokens, strict=True)
-        return {edge: node for node, edge in enumerate(edges)}
+    def add(self, parent: int, first: int, tokens: Sequence[int], sure: Sequence[float]) -> None:
+        """Add what may follow a node, unless that is out of reach.
 
-    def below(self, tokens: Sequence[int]) -> Draft[PointMass] | None:
-        """Return what may follow once the text has gone on with these tokens.
-
-        None if the tree does not have them: the text went another way.
+        first: the number of the first of these tokens; the others' follow
+        sure: how likely each is to follow
         """
-        end = ROOT
+        above = self._nodes.get(parent)
+        if above is None or len(self._nodes) >= MAX_NODES:
+            return
+        for i, token in enumerate(tokens):
+            node = self._nodes[first + i] = _Node(first + i, token, sure[i])
+            above.children.append(node)
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Go down as the text did. Return whether the tree has all of this way, so far."""
         for token in tokens:
-            found = self._children.get((end, token))
-            if found is None:
-                return None
-            end = found
-        if end == ROOT:
-            return self.draft.keep(range(len(self.draft.tokens)))
-        place = {end: ROOT}
-        for node, parent in enumerate(self.draft.parents):
-            if parent in place:
-                place[node] = len(place) - 1
-        del place[end]
-        nodes = list(place)
+            for child in self._at.children:
+                if child.token == token:
+                    self._at = child
+                    break
+            else:
+                return False
+            self.length += 1
+        if len(self._nodes) > self._enough:
+            self._forget()
+        return True
+
+    def _forget(self) -> None:
+        """Drop the nodes that the text can no longer reach."""
+        found = [self._at]
+        for node in found:
+            found += node.children
+        self._nodes = {node.number: node for node in found}
+        self._enough = 2 * len(found) + ENOUGH
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether nothing is known to follow where the text stands."""
+        return not self._at.children
+
+    def best(self, most: int, trees: bool) -> Draft[PointMass]:
+        """Return what is the likeliest to be accepted of what may follow.
+
+        most: so many drafts at most
+        trees: whether they may branch; else it is the likeliest chain
+        """
+        if trees:
+            return self._best_tree(most)
+        tokens, sure, at = list[int](), list[float](), self._at
+        while at.children and len(tokens) < most:
+            at = max(at.children, key=_sure)
+            tokens.append(at.token)
+            sure.append(at.sure)
+        return chain(tokens, confidences=sure)
+
+    def _best_tree(self, most: int) -> Draft[PointMass]:
+        kept: list[tuple[_Node, int]] = []
+        reachable = [(-child.sure, child.number, child, ROOT) for child in self._at.children]
+        heapq.heapify(reachable)
+        while reachable and len(kept) < most:
+            chance, _, node, parent = heapq.heappop(reachable)
+            for child in node.children:
+                heapq.heappush(reachable, (chance * child.sure, child.number, child, len(kept)))
+            kept.append((node, parent))
         return Draft(
-            tokens=tuple(self.draft.tokens[node] for node in nodes),
-            parents=tuple(place.get(self.draft.parents[node], ROOT) for node in nodes),
+            tokens=tuple(node.token for node, _ in kept),
+            parents=tuple(parent for _, parent in kept),
             distribution=PointMass(),
-            confidences=tuple(self.draft.sure[node] for node in nodes),
+            confidences=tuple(node.sure for node, _ in kept),
         )
 
 
-def best_part(draft: Draft, most: int, trees: bool) -> Draft[PointMass]:
-    """Return the part of a tree that is the likeliest to be accepted, of at most so many drafts.
-
-    trees: whether it may branch; else it is the likeliest chain
-    """
-    reached = survival(draft.parents, draft.sure)
-    if trees:
-        return draft.keep(likeliest(reached, most))
-    best: dict[int, int] = {}
-    for node, parent in enumerate(draft.parents):
-        if parent not in best or reached[node] > reached[best[parent]]:
-            best[parent] = node
-    nodes, end = list[int](), ROOT
-    while end in best and len(nodes) < most:
-        end = best[end]
-        nodes.append(end)
-    return draft.keep(nodes)
+def _sure(node: _Node) -> float:
+    return node.sure

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -86,6 +86,21 @@ class TargetDistribution:
         if rows:
             tokens[rows] = coins.draw(self.logits[rows], seeds[rows], self.positions[rows])
         return tokens
+
+    def ranked(self, coins: Coins, count: int) -> Tensor:
+        """Return what `draw` does, then what it would if that were impossible, and so on.
+
+        -> [N, count] int64; fewer columns if there are not so many tokens
+        """
+        count = min(count, self.logits.shape[-1])
+        if all(self.greedy):
+            return self.logits.topk(count).indices
+        guess, found = self, list[Tensor]()
+        for _ in range(count):
+            found.append(guess.draw(coins))
+            logits = guess.logits.scatter(-1, found[-1][:, None], -math.inf)
+            guess = replace(guess, logits=logits)
+        return torch.stack(found, -1)
 
     def probs(self) -> Tensor:
         """Return p, [N, V]."""

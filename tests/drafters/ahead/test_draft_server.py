@@ -152,12 +152,13 @@ GARBAGE = {
     "deep": [b"[" * 100_000 + b"\n"],
     "another version": [b'{"hello": 99}\n'],
     "refuses": [b'{"refused": "go away"}\n'],
-    "no tree": [b'{"trees": [[0, 5, [1], [7], [0.5]]]}\n'],
-    "short tree": [b'{"trees": [[0, 5, [1, 2], [-1], [0.5]]]}\n'],
-    "no numbers": [b'{"trees": [["a", null, {}, 3, "x"]]}\n'],
-    "trees of nothing": [b'{"trees": 7}\n'],
+    "no node": [b'{"grown": [[0, 5, 7, 8, [1], [0.5]]]}\n'],
+    "too few": [b'{"grown": [[0, 5, 0, 1, [1, 2], [0.5]]]}\n'],
+    "not all": [b'{"grown": [[0, 5, 0]]}\n'],
+    "no numbers": [b'{"grown": [["a", null, {}, 3, "x", 0]]}\n'],
+    "grown of nothing": [b'{"grown": 7}\n'],
     "unknown of lists": [b'{"unknown": [[1]]}\n'],
-    "sure of it": [b'{"trees": [[0, 5, [1], [-1], [1e999]]]}\n'],
+    "sure of it": [b'{"grown": [[0, 5, 0, 1, [1], [1e999]]]}\n'],
 }
 
 
@@ -171,8 +172,8 @@ def test_garbage_costs_speed_only(target, expected, path, lines):
 
 def test_drafts_beyond_the_vocabulary_are_counted(target, expected, path):
     length = len(PROMPTS[0])
-    trees = [[0, length + n, [10**6], [-1], [1.0]] for n in range(48)]
-    Impostor(path, [json.dumps({"trees": [tree]}).encode() + b"\n" for tree in trees])
+    trees = [[0, length + n, 0, 1, [10**6], [1.0]] for n in range(48)]
+    Impostor(path, [json.dumps({"grown": [tree]}).encode() + b"\n" for tree in trees])
     done = generate(target, AheadDrafter(path, wait=0.05))
     assert done.outputs == expected
 
@@ -206,14 +207,14 @@ def test_hosts_that_talk_nonsense_are_cut_off_alone(target, expected, server, pa
     for said in (
         b"nonsense\n",
         b'{"open": [[0, [1], [], 0, {}, []]]}\n',  # without hello
-        b'{"hello": 1, "open": [[0, [], [], 0, {}, []]]}\n',
-        b'{"hello": 1, "open": [[0, [1], [], 0, {"temperature": "hot"}, []]]}\n',
-        b'{"hello": 1, "open": [[0, [-1], [], 0, {"logit_bias": {"x": 1}}, []]]}\n',
-        b'{"hello": 1, "open": 5}\n',
-        b'{"hello": 1, "commit": [[0, 1]]}\n',
-        b'{"hello": 1, "commit": [[{}, 1, [1]]]}\n',
-        b'{"hello": 2}\n',
-        b'{"hello": 1, "close": [{}]}\n',
+        b'{"hello": 2, "open": [[0, [], [], 0, {}, []]]}\n',
+        b'{"hello": 2, "open": [[0, [1], [], 0, {"temperature": "hot"}, []]]}\n',
+        b'{"hello": 2, "open": [[0, [-1], [], 0, {"logit_bias": {"x": 1}}, []]]}\n',
+        b'{"hello": 2, "open": 5}\n',
+        b'{"hello": 2, "commit": [[0, 1]]}\n',
+        b'{"hello": 2, "commit": [[{}, 1, [1]]]}\n',
+        b'{"hello": 1}\n',
+        b'{"hello": 2, "close": [{}]}\n',
     ):
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(10)
@@ -238,7 +239,7 @@ def test_a_host_that_is_gone_before_it_is_welcomed(target, server, path):
         peer.connect(str(path))
         peer.shutdown(socket.SHUT_RD)
         opened = b'"open": [[4, [1, 2], [], 0, {}, []]]}\n'
-        peer.sendall(b'{"hello": 1, ' + opened + b"{" + opened)
+        peer.sendall(b'{"hello": 2, ' + opened + b"{" + opened)
         drafter = Driven(server)
         assert generate(target, drafter).stats.accepted > 20
         drafter.close()
@@ -250,7 +251,7 @@ def test_a_commit_that_does_not_fit_asks_for_the_text_again(serving, path):
     with socket.socket(socket.AF_UNIX) as peer:
         peer.settimeout(30)
         peer.connect(str(path))
-        peer.sendall(b'{"hello": 1, "open": [[4, [1, 2], [], 0, {}, []]]}\n')
+        peer.sendall(b'{"hello": 2, "open": [[4, [1, 2], [], 0, {}, []]]}\n')
         peer.sendall(b'{"commit": [[4, 3, [5]]]}\n')
         heard = b""
         while b"unknown" not in heard:

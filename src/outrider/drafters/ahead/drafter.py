@@ -1,6 +1,6 @@
 """Drafts from a draft server: what it has grown so far is taken, and nobody waits for a pass.
 
-The host tells the server what was emitted, and finds trees in the socket when it drafts. If the
+The host tells the server what was emitted, and finds in the socket what was added to trees. If the
 server dies, hangs or talks nonsense, there are no drafts until it is back: a connection is tried
 again every second, and requests are introduced anew.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import select
 import socket
 import time
@@ -19,23 +20,21 @@ from pathlib import Path
 from outrider.core import (
     AheadTree,
     Budget,
-    Draft,
     DraftFault,
     Outcome,
     Outcomes,
     Proposal,
     Request,
-    best_part,
     chain,
-    survival,
 )
+from outrider.drafters.ahead.growth import Grown
 from outrider.drafters.ahead.messages import (
     MAX_TEXTS,
     VERSION,
     Closed,
     Connection,
+    growth_of,
     opened,
-    tree_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -104,13 +103,13 @@ class AheadDrafter:
         self._receive()
         self._introduce([r for r in requests if r.id not in self._open])
         found = self._look_up(requests)
-        self.found = {r.id: _kind(draft) for r, draft in zip(requests, found, strict=True)}
-        self.counts.update(self.found.values())
+        self.found = {r.id: kind for r, kind in zip(requests, found, strict=True)}
+        self.counts.update(found)
         if self._wait:
             found = self._wait_for_more(requests, budget, found)
         drafts = [
-            best_part(draft, int(most), budget.trees) if isinstance(draft, Draft) else NOTHING
-            for draft, most in zip(found, budget.max_drafts, strict=True)
+            self._trees[request.id].best(most, budget.trees) if kind == "hit" else NOTHING
+            for request, kind, most in zip(requests, found, budget.max_drafts.tolist(), strict=True)
         ]
         return Proposal.of(drafts)
 
@@ -150,28 +149,29 @@ class AheadDrafter:
 
     # -- trees
 
-    def _look_up(self, requests: Sequence[Request]) -> list[Draft | str]:
-        """Return each request's drafts, or why there are none."""
-        found: list[Draft | str] = []
+    def _look_up(self, requests: Sequence[Request]) -> list[str]:
+        """Follow each request's text down its tree. Return what is there: see `counts`."""
+        found: list[str] = []
         for request in requests:
             tree = self._trees.get(request.id)
             if tree is None or tree.length > request.length:
                 found.append("none")
-                continue
-            below = tree.below(request.tokens_from(tree.length))
-            found.append("miss" if below is None else below if below.tokens else "end")
+            elif not tree.follow(request.tokens_from(tree.length)):
+                found.append("miss")
+            else:
+                found.append("end" if tree.is_leaf else "hit")
         return found
 
     def _wait_for_more(
-        self, requests: Sequence[Request], budget: Budget, found: list[Draft | str]
-    ) -> list[Draft | str]:
+        self, requests: Sequence[Request], budget: Budget, found: list[str]
+    ) -> list[str]:
         """Wait for the next trees as long as these promise more tokens than the time costs."""
         began = self._clock()
         last, deadline = began, began + self._wait
         while self._connection is not None and not self._is_silent:
             gain = sum(
-                _frontier(draft, int(most))
-                for request, draft, most in zip(requests, found, budget.max_drafts, strict=True)
+                self._frontier(request, kind, int(most))
+                for request, kind, most in zip(requests, found, budget.max_drafts, strict=True)
                 if request.id in self._open  # the server may drop a text while we wait
             )
             if gain <= PATIENCE * self._tokens_per_second * self._reply_seconds:
@@ -188,6 +188,15 @@ class AheadDrafter:
                 break
         self.waited += self._clock() - began
         return found
+
+    def _frontier(self, request: Request, found: str, most: int) -> float:
+        """Return the chance that one more draft, after the likeliest ones, would be accepted."""
+        if most == 0:
+            return 0.0
+        if found != "hit":
+            return 1.0
+        likely = self._trees[request.id].best(most, trees=False)
+        return 0.0 if len(likely.tokens) >= most else math.prod(likely.sure)
 
     def _await(self, seconds: float) -> bool:
         """Wait until the server says something. Return whether it did within this time."""
@@ -236,10 +245,8 @@ class AheadDrafter:
             self._connection.flush()
             for message in self._connection.receive():
                 self._is_silent = False
-                for said in message.get("trees", ()):
-                    key, tree = tree_of(said)
-                    if key in self._open:
-                        self._trees[key] = tree
+                for said in message.get("grown", ()):
+                    self._add(growth_of(said))
                 for key in message.get("unknown", ()):
                     self._open.discard(key)
                     self._trees.pop(key, None)
@@ -250,6 +257,14 @@ class AheadDrafter:
                 self._is_missed = self._is_missed and "hello" not in message
         except (Closed, DraftFault, TypeError) as error:
             self._drop(str(error))
+
+    def _add(self, grown: Grown) -> None:
+        """Add to a tree. What follows its first node is where a tree begins."""
+        if grown.parent == 0 and grown.key in self._open:
+            self._trees[grown.key] = AheadTree(grown.began)
+        tree = self._trees.get(grown.key)
+        if tree is not None and tree.began == grown.began:
+            tree.add(grown.parent, grown.first, grown.tokens, grown.sure)
 
     def _drop(self, why: str) -> None:
         if self._connection is not None:
@@ -267,19 +282,3 @@ class AheadDrafter:
         if not self._is_missed:
             logger.warning("no drafts from %s, until a draft server is there: %s", self._path, why)
         self._is_missed = True
-
-
-def _kind(found: Draft | str) -> str:
-    return found if isinstance(found, str) else "hit"
-
-
-def _frontier(found: Draft | str, most: int) -> float:
-    """Return the chance that one more draft, after the likeliest ones, would be accepted."""
-    if most == 0:
-        return 0.0
-    if isinstance(found, str):
-        return 1.0
-    likely = best_part(found, most, trees=False)
-    if len(likely.tokens) >= most:
-        return 0.0
-    return survival(likely.parents, likely.sure)[-1]

@@ -11,25 +11,29 @@ what it would draw if the first were impossible. So the token after the last acc
 foreseen at temperature 1 too.
 
 When the target has emitted tokens, they are walked down the tree. The node where they end is the
-new root. What is below stays, with its cache; everything else is dropped.
+new root. What is below stays, with its cache; everything else is dropped. Where there is no such
+way, a new tree begins.
+
+A pass is short, and there are many nodes. So nothing here looks at all of them: a text keeps those
+that could be read in a heap, and a node is visited when it is made, read and dropped.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from outrider.core import (
-    AheadTree,
+    Bools,
     Coins,
-    Draft,
     DraftFault,
-    PointMass,
+    Floats,
     Request,
     Rows,
     target_distribution,
@@ -85,48 +89,85 @@ class Node(Generic[S]):
     """A token that may come.
 
     token: its id
-    depth: tokens from the root to it
-    sure: how likely it is to follow its parent
-    chance: how likely the text is to reach it from the root
+    parent: None for the root
+    number: among the nodes of its tree
+    depth: tokens from where the tree began to it
+    score: the logarithm of the chance that the text reaches it from there
     rank: its place among its parent's children
     claimed: how sure the draft model is of it
     sequence: the draft model's cache up to it, once it was read; the root's is that of the text
+    waits: whether it could be read
     """
 
     token: int
+    parent: Node[S] | None = None
+    number: int = 0
     depth: int = 0
-    sure: float = 1.0
-    chance: float = 1.0
+    score: float = 0.0
     rank: int = 0
     claimed: float = 1.0
     sequence: S | None = None
+    waits: bool = False
     children: list[Node[S]] = field(default_factory=list)
 
-    def below(self) -> Iterator[Node[S]]:
-        """Yield all nodes below this one, parents before children."""
+    def below(self) -> list[Node[S]]:
+        """Return all nodes below this one, parents before children."""
         found = list(self.children)
         for node in found:
             found += node.children
-        return iter(found)
+        return found
 
 
 @dataclass(eq=False)
-class Text(Generic[S]):
+class Text(Generic[K, S]):
     """A request's text, and the tree of what may come.
 
     sequence: the draft model's cache of the text
     root: the text's last token
+    began: how long the text was where the tree began
+    num_nodes: how many the tree has had since then, the first root included
+    num_read: nodes below the root that were read
+    frontier: nodes that wait, the likeliest first; some may have been dropped
+    is_readable: whether the draft model can read the text
     """
 
+    key: K
     request: Request
     sequence: S
     root: Node[S]
+    is_readable: bool
+    began: int = 0
+    num_nodes: int = 1
     num_read: int = 0
+    frontier: list[tuple[float, int, Node[S]]] = field(default_factory=list)
 
     @property
-    def unread(self) -> int:
-        """How many tokens of the text itself the draft model has not read."""
-        return self.request.length - self.sequence.length
+    def has_unread(self) -> bool:
+        """Whether the draft model has not read all of the text itself."""
+        return self.request.length > self.sequence.length
+
+    def begin(self) -> None:
+        """Begin a tree."""
+        self.root, self.began = Node(self.request.last_token), self.request.length
+        self.num_nodes, self.num_read, self.frontier = 1, 0, []
+
+
+class Grown(NamedTuple):
+    """What was added to a tree: the tokens that may follow one of its nodes.
+
+    key: of the text
+    began: how long the text was where the tree began
+    parent: the node's number
+    first: the number of the first token; the others' follow
+    sure: how likely each is to follow
+    """
+
+    key: Any
+    began: int
+    parent: int
+    first: int
+    tokens: list[int]
+    sure: list[float]
 
 
 class Calibration:
@@ -140,26 +181,27 @@ class Calibration:
     """
 
     def __init__(self, ranks: int) -> None:
-        bins = [(b + 0.5) / BINS for b in range(BINS)]
-        self._rates = {
-            True: [list(bins) for _ in range(ranks)],
-            False: [[0.6 * 0.3**rank] * BINS for rank in range(ranks)],
-        }
-        self._seen = {kind: [[PRIOR] * BINS for _ in range(ranks)] for kind in (True, False)}
+        drawn = np.repeat(0.6 * 0.3 ** np.arange(ranks)[:, None], BINS, 1)
+        greedy = np.repeat((np.arange(BINS)[None] + 0.5) / BINS, ranks, 0)
+        self._rates = np.stack([drawn, greedy])
+        self._seen = np.full(self._rates.shape, PRIOR)
 
-    def of(self, rank: int, claimed: float, greedy: bool) -> float:
-        """Return the chance of a child, given that its parent was right."""
-        return self._rates[greedy][rank][_bin(claimed)]
+    def of(self, claimed: Floats, greedy: Bools) -> Floats:
+        """Return the chance of each child, given that its parent was right.
+
+        claimed: [N, ranks]; greedy: [N] -> [N, ranks]
+        """
+        bins = np.minimum(BINS - 1, (claimed * BINS).astype(np.int64))
+        rates: Floats = self._rates[
+            greedy.astype(np.int64)[:, None], np.arange(bins.shape[1]), bins
+        ]
+        return rates
 
     def observe(self, rank: int, claimed: float, greedy: bool, right: bool) -> None:
         """Learn whether a child was right; what is long ago fades."""
-        rates, seen, b = self._rates[greedy][rank], self._seen[greedy][rank], _bin(claimed)
-        seen[b] = min(MEMORY, seen[b] + 1)
-        rates[b] += (right - rates[b]) / seen[b]
-
-
-def _bin(claimed: float) -> int:
-    return min(BINS - 1, int(claimed * BINS))
+        place = int(greedy), rank, min(BINS - 1, int(claimed * BINS))
+        self._seen[place] = seen = min(MEMORY, self._seen[place] + 1)
+        self._rates[place] += (right - self._rates[place]) / seen
 
 
 class Growth(Generic[K, S]):
@@ -186,9 +228,9 @@ class Growth(Generic[K, S]):
         if min(width, fan_out, max_nodes) < 1 or not 0 <= min_chance <= 1:
             raise ValueError("need width, fan_out, max_nodes >= 1 and 0 <= min_chance <= 1")
         self._model, self._coins = model, coins
-        self._width, self._fan_out = width, fan_out
-        self._max_nodes, self._min_chance = max_nodes, min_chance
-        self._texts: dict[K, Text[S]] = {}
+        self._width, self._fan_out, self._max_nodes = width, fan_out, max_nodes
+        self._min_score = math.log(min_chance) if min_chance else -math.inf
+        self._texts: dict[K, Text[K, S]] = {}
         self.calibration = Calibration(fan_out)
         self.passes = 0
 
@@ -204,59 +246,68 @@ class Growth(Generic[K, S]):
     def open(self, key: K, request: Request) -> None:
         """Begin a tree. request: changed by `commit` only"""
         self.close(key)
-        self._texts[key] = Text(request, self._model.open(), Node(request.last_token))
+        root, readable = Node[S](request.last_token), self._can_read(request, 0)
+        text = self._texts[key] = Text(key, request, self._model.open(), root, readable)
+        text.begin()
 
     def close(self, key: K) -> None:
         """Forget a text."""
         if (text := self._texts.pop(key, None)) is not None:
-            self._drop(text.root)
+            self._drop(text, text.root.children)
             self._model.close(text.sequence)
+
+    def _can_read(self, request: Request, since: int) -> bool:
+        """Say whether the draft model can read a request. since: what is before it can be read"""
+        known = max(request.tokens_from(since), default=0) < self._model.vocab_size
+        return known and request.length <= self._model.max_length
 
     def commit(self, key: K, tokens: Sequence[int]) -> None:
         """Go down the tree as the target did. Where it has no such path, it begins anew."""
         text = self._texts[key]
         path, node, greedy = list[Node[S]](), text.root, text.request.sampling.is_greedy
         for token in tokens:
+            found = None
             for child in node.children:
                 right = child.token == token
                 self.calibration.observe(child.rank, child.claimed, greedy, right)
-            found = next((child for child in node.children if child.token == token), None)
+                found = child if right else found
             if found is None:
                 break
             path.append(found)
             node = found
+        before = text.request.length
         text.request.extend(tokens, None)
-        was_foreseen = len(path) == len(tokens)
-        new = path[-1] if was_foreseen else Node[S](tokens[-1])
-        self._take_over(text, path, new if was_foreseen else None)
-        self._drop(text.root, keep=new)
-        text.root, reached = new, max(new.chance, 1e-9)
-        new.depth, new.sequence = 0, None
-        text.num_read = 0
-        for parent in (new, *new.below()):
-            text.num_read += parent.sequence is not None
-            for child in parent.children:
-                child.depth = parent.depth + 1
-                child.chance = min(1.0, child.chance / reached)
+        text.is_readable = text.is_readable and self._can_read(text.request, before)
+        new = node if len(path) == len(tokens) else None
+        self._take_over(text, path, new)
+        self._drop(text, text.root.children, keep=new)
+        if new is None:
+            text.begin()
+        else:
+            text.root, new.parent, new.sequence, new.waits = new, None, None, False
 
-    def _take_over(self, text: Text[S], path: Sequence[Node[S]], new: Node[S] | None) -> None:
+    def _take_over(self, text: Text[K, S], path: Sequence[Node[S]], new: Node[S] | None) -> None:
         """Keep what was read of the path as the text's own."""
         read = [node.sequence for node in path if node.sequence is not None]
         if read:
-            kept = [] if new is None else [n.sequence for n in new.below()]
+            kept = [] if new is None else [node.sequence for node in new.below()]
             self._model.adopt(text.sequence, read[-1], [s for s in kept if s is not None])
 
-    def _drop(self, root: Node[S], keep: Node[S] | None = None) -> None:
-        """Give back the caches of a tree, but for what is below one of its nodes."""
-        nodes = [root]
-        for node in nodes:
+    def _drop(
+        self, text: Text[K, S], nodes: Sequence[Node[S]], keep: Node[S] | None = None
+    ) -> None:
+        """Give back the caches of nodes and of all below them, but for what is below one."""
+        dropped = list(nodes)
+        for node in dropped:
             if node is not keep:
-                nodes += node.children
+                dropped += node.children
+            node.waits = False
             if node.sequence is not None:
                 self._model.close(node.sequence)
+                text.num_read -= 1
 
-    def grow(self, owner: Callable[[K], Hashable] | None = None) -> list[K]:
-        """Make one pass. Return the texts whose trees have grown; none if there is nothing to do.
+    def grow(self, owner: Callable[[K], Hashable] | None = None) -> list[Grown]:
+        """Make one pass. Return what was added to trees; nothing if there is nothing to do.
 
         owner: says whose a text is: each owner has its turn
         """
@@ -264,108 +315,122 @@ class Growth(Generic[K, S]):
         if not chosen:
             return []
         segments: list[tuple[S, Sequence[int]]] = []
-        complete: list[tuple[Text[S], Node[S], Sequence[Node[S]]]] = []
+        complete: list[tuple[Text[K, S], Node[S]]] = []
         places: list[int] = []
-        for place, (text, path) in enumerate(chosen):
-            node = path[-1]
+        for place, (text, node) in enumerate(chosen):
             if node is text.root:
                 unread = text.request.tokens_from(text.sequence.length)
                 segments.append((text.sequence, unread[:MAX_CHUNK]))
                 if len(unread) > MAX_CHUNK:
                     continue
             else:
-                above = text.sequence if len(path) == 2 else path[-2].sequence
+                assert node.parent is not None
+                above = text.sequence if node.parent is text.root else node.parent.sequence
                 assert above is not None
                 node.sequence = self._model.fork(above)
                 segments.append((node.sequence, [node.token]))
-                text.num_read += 1
-            complete.append((text, node, path[1:]))
+            complete.append((text, node))
             places.append(place)
         self.passes += 1
         logits = self._model.extend(segments)
-        if complete:
-            self._branch(complete, logits[places])
-        keys = {id(text): key for key, text in self._texts.items()}
-        return list(dict.fromkeys(keys[id(text)] for text, _, _ in complete))
+        if not complete:
+            return []
+        return self._branch(complete, logits if len(places) == len(chosen) else logits[places])
 
-    def _choose(self, owner: Callable[[K], Hashable] | None) -> list[tuple[Text[S], list[Node[S]]]]:
-        """Return the unread nodes that are the likeliest to be reached, each with its path."""
-        by_owner: dict[Hashable, list[tuple[float, int, Text[S], list[Node[S]]]]] = {}
-        number = 0
-        for key, text in self._texts.items():
-            if not self._can_read(text):
-                continue
-            mine = by_owner.setdefault(owner(key) if owner is not None else None, [])
-            for path in self._unread(text):
-                number += 1
-                mine.append((-path[-1].chance, number, text, path))
+    def _choose(self, owner: Callable[[K], Hashable] | None) -> list[tuple[Text[K, S], Node[S]]]:
+        """Take the nodes that are the likeliest to be reached, of each owner's texts in turn."""
+        by_owner: dict[Hashable, list[tuple[float, int, Text[K, S]]]] = {}
+        for number, text in enumerate(self._texts.values()):
+            if (score := self._best_score(text)) is not None:
+                whose = owner(text.key) if owner is not None else None
+                by_owner.setdefault(whose, []).append((-score, number, text))
         for mine in by_owner.values():
             heapq.heapify(mine)
-        chosen: list[tuple[Text[S], list[Node[S]]]] = []
+        chosen: list[tuple[Text[K, S], Node[S]]] = []
         while by_owner and len(chosen) < self._width:
-            for whose in list(by_owner):
-                if not by_owner[whose]:
+            for whose, mine in list(by_owner.items()):
+                if len(chosen) == self._width:
+                    break
+                _, number, text = mine[0]
+                if text.has_unread:
+                    chosen.append((text, text.root))
+                    heapq.heappop(mine)
+                else:
+                    node = heapq.heappop(text.frontier)[2]
+                    node.waits = False
+                    text.num_read += 1
+                    chosen.append((text, node))
+                    if (score := self._best_score(text)) is not None:
+                        heapq.heapreplace(mine, (-score, number, text))
+                    else:
+                        heapq.heappop(mine)
+                if not mine:
                     del by_owner[whose]
-                elif len(chosen) < self._width:
-                    chosen.append(heapq.heappop(by_owner[whose])[2:])
         return chosen
 
-    def _can_read(self, text: Text[S]) -> bool:
-        unread = text.request.tokens_from(text.sequence.length)
-        fits = text.request.length <= self._model.max_length
-        return fits and max(unread, default=0) < self._model.vocab_size
+    def _best_score(self, text: Text[K, S]) -> float | None:
+        """Return the score of the node that a text would have read next; None if there is none."""
+        if not text.is_readable:
+            return None
+        if text.has_unread:
+            return 0.0
+        root, frontier = text.root, text.frontier
+        deepest = root.depth + self._model.max_length - text.request.length
+        while frontier and not (frontier[0][2].waits and frontier[0][2].depth <= deepest):
+            heapq.heappop(frontier)
+        if not frontier or text.num_read >= self._max_nodes:
+            return None
+        score = frontier[0][2].score - root.score
+        return score if score >= self._min_score else None
 
-    def _unread(self, text: Text[S]) -> Iterator[list[Node[S]]]:
-        """Yield the paths to nodes that could be read now: their parents are."""
-        if text.unread:
-            yield [text.root]
-            return
-        if text.num_read >= self._max_nodes:
-            return
-        room = self._model.max_length - text.request.length
-        paths = [[text.root]]
-        for path in paths:
-            for child in path[-1].children:
-                if child.sequence is not None:
-                    paths.append([*path, child])
-                elif child.chance >= self._min_chance and child.depth <= room:
-                    ends = child.token in text.request.eos_token_ids
-                    if not ends and child.token < self._model.vocab_size:
-                        yield [*path, child]
-
-    def _branch(
-        self, read: Sequence[tuple[Text[S], Node[S], Sequence[Node[S]]]], logits: Tensor
-    ) -> None:
+    def _branch(self, read: Sequence[tuple[Text[K, S], Node[S]]], logits: Tensor) -> list[Grown]:
         """Add to each node that was read the tokens that may follow it."""
-        requests = [text.request for text, _, _ in read]
-        paths = [tuple(node.token for node in path) for _, _, path in read]
-        rows = Rows(requests, range(len(read)), [len(path) for path in paths], lambda: paths)
-        guess = target_distribution(logits, rows)
-        every = guess.logits.softmax(-1)
-        for rank in range(self._fan_out):
-            drawn = guess.draw(self._coins)
-            claims = every.gather(-1, drawn[:, None])[:, 0].tolist()
-            if any(math.isnan(claimed) for claimed in claims):
-                raise DraftFault("the draft model's logits are not numbers")
-            parts = zip(read, drawn.tolist(), claims, guess.greedy, strict=True)
-            for (_, node, _), token, claimed, greedy in parts:
-                if claimed > 0.0:
-                    sure = self.calibration.of(rank, claimed, greedy)
-                    place = node.depth + 1, sure, node.chance * sure
-                    node.children.append(Node(token, *place, rank, min(1.0, claimed)))
-            guess = replace(guess, logits=guess.logits.scatter(-1, drawn[:, None], -math.inf))
-
-    def tree(self, key: K, most: int = 128) -> AheadTree:
-        """Return the likeliest part of a text's tree."""
-        text = self._texts[key]
-        nodes = sorted(text.root.below(), key=lambda node: (-node.chance, node.depth))[:most]
-        nodes.sort(key=lambda node: node.depth)
-        above = {id(child): node for node in (text.root, *nodes) for child in node.children}
-        place = {id(text.root): -1} | {id(node): i for i, node in enumerate(nodes)}
-        draft = Draft(
-            tokens=tuple(node.token for node in nodes),
-            parents=tuple(place[id(above[id(node)])] for node in nodes),
-            distribution=PointMass(),
-            confidences=tuple(min(1.0, node.sure) for node in nodes),
+        rows = Rows(
+            requests=[text.request for text, _ in read],
+            owners=range(len(read)),
+            depths=[node.depth - text.root.depth for text, node in read],
+            paths=lambda: [_path(node) for _, node in read],
         )
-        return AheadTree(text.request.length, draft)
+        guess = target_distribution(logits, rows)
+        drawn = guess.ranked(self._coins, self._fan_out)
+        claims = guess.logits.softmax(-1).gather(-1, drawn).cpu().numpy()
+        if np.isnan(claims).any():
+            raise DraftFault("the draft model's logits are not numbers")
+        sure = np.clip(self.calibration.of(claims, np.array(guess.greedy)), 1e-9, 1.0).tolist()
+        parts = zip(read, drawn.tolist(), claims.tolist(), sure, strict=True)
+        return [self._add(text, node, *rest) for (text, node), *rest in parts]
+
+    def _add(
+        self,
+        text: Text[K, S],
+        node: Node[S],
+        drawn: Sequence[int],
+        claims: Sequence[float],
+        sure: Sequence[float],
+    ) -> Grown:
+        """Add to a node the tokens that may follow it."""
+        grown = Grown(text.key, text.began, node.number, text.num_nodes, [], [])
+        ends, vocab_size = text.request.eos_token_ids, self._model.vocab_size
+        for rank, token in enumerate(drawn):
+            if claims[rank] <= 0.0:
+                continue
+            child = Node(token, node, text.num_nodes, node.depth + 1)
+            child.score, child.rank = node.score + math.log(sure[rank]), rank
+            child.claimed = min(1.0, claims[rank])
+            text.num_nodes += 1
+            node.children.append(child)
+            grown.tokens.append(token)
+            grown.sure.append(sure[rank])
+            if token < vocab_size and token not in ends:
+                child.waits = True
+                heapq.heappush(text.frontier, (-child.score, child.number, child))
+        return grown
+
+
+def _path(node: Node[S]) -> list[int]:
+    """Return the tokens from below the root to a node."""
+    path: list[int] = []
+    while node.parent is not None:
+        path.append(node.token)
+        node = node.parent
+    return path[::-1]

@@ -10,7 +10,7 @@ From the host, each with what it is about:
 From the draft server:
 
     {"hello": VERSION, "model": NAME}
-    {"trees": [[id, length, tokens, parents, sure], ...]}
+    {"grown": [[id, began, parent, first, tokens, sure], ...]}    see `Grown`
     {"unknown": [id, ...]}                             it has no such text: open it again
     {"refused": WHY}                                   the last line
 
@@ -26,9 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from outrider.core import AheadTree, Draft, DraftFault, PointMass, Request, SamplingParams
+from outrider.core import DraftFault, Request, SamplingParams
+from outrider.drafters.ahead.growth import Grown
 
-VERSION = 1
+VERSION = 2
 MAX_LINE = 16 * 2**20
 """A longer line is taken for garbage."""
 
@@ -46,6 +47,9 @@ SENT = (
     "logit_bias",
 )
 """Sampling parameters that shape the distribution. A grammar is a function and stays at home."""
+
+MAX_CHILDREN = 1024
+"""Tokens that may follow a node."""
 
 USUAL = asdict(SamplingParams())
 
@@ -154,23 +158,19 @@ def check_ids(ids: Sequence[Any]) -> None:
         raise ValueError("ids that are none")
 
 
-def said_tree(key: int, tree: AheadTree) -> list[Any]:
-    """Return what `trees` says of a tree."""
-    draft = tree.draft
-    sure = [round(confidence, 4) for confidence in draft.sure]
-    return [key, tree.length, draft.tokens, draft.parents, sure]
+def said_growth(key: int, grown: Grown) -> list[Any]:
+    """Return what `grown` says of an addition to a text's tree."""
+    return [key, *grown[1:5], [round(chance, 4) for chance in grown.sure]]
 
 
-def tree_of(said: Any) -> tuple[int, AheadTree]:
-    """Return the tree that `trees` tells of. Raises DraftFault if it is none."""
+def growth_of(said: Any) -> Grown:
+    """Return the addition that `grown` tells of. Raises DraftFault if it is none."""
     try:
-        key, length, tokens, parents, sure = said
-        check_ids([key, length, *tokens])
-        fits = len(tokens) == len(parents) == len(sure)
-        before = all(type(p) is int and -1 <= p < i for i, p in enumerate(parents))
-        if not fits or not before or not all(0 <= float(s) <= 1 for s in sure):
-            raise ValueError("no tree")
+        grown = Grown(*said)
+        check_ids([*grown[:4], *grown.tokens])
+        fits = len(grown.tokens) == len(grown.sure) <= MAX_CHILDREN
+        if not fits or not all(0 <= float(chance) <= 1 for chance in grown.sure):
+            raise ValueError("tokens and how sure they are")
     except (TypeError, ValueError) as error:
-        raise DraftFault(f"a tree that is none: {error}") from error
-    draft = Draft(tuple(tokens), tuple(parents), PointMass(), tuple(map(float, sure)))
-    return key, AheadTree(length, draft)
+        raise DraftFault(f"an addition to a tree that is none: {error}") from error
+    return grown

@@ -1,7 +1,7 @@
 """The draft server: one process, one draft model, the texts of all hosts that are connected.
 
-It does two things in turn: take in what hosts say, and make one pass (`growth`). Each pass's trees
-are sent at once, so that a host always has the latest there are, and never waits for more.
+It does two things in turn: take in what hosts say, and make one pass (`growth`). What a pass adds
+to trees is sent at once, so that a host always has all there is, and never waits for more.
 
 A host that says what cannot be understood, or does not read, is cut off; the others do not notice.
 A pass that fails drops all texts: their hosts open them again.
@@ -29,7 +29,7 @@ from outrider.drafters.ahead.messages import (
     Connection,
     check_ids,
     request_of,
-    said_tree,
+    said_growth,
 )
 from outrider.errors import UsageError
 
@@ -109,11 +109,12 @@ class DraftServer:
             logger.warning("a pass failed, and all texts are dropped: %s", error)
             self._forget(growth.names)
             return True
-        trees: dict[int, list[Any]] = {}
-        for number, key in grown:
-            trees.setdefault(number, []).append(said_tree(key, growth.tree((number, key))))
-        for number, mine in trees.items():
-            self._say(self._peers[number], {"trees": mine})
+        added: dict[int, list[Any]] = {}
+        for one in grown:
+            number, key = one.key
+            added.setdefault(number, []).append(said_growth(key, one))
+        for number, mine in added.items():
+            self._say(self._peers[number], {"grown": mine})
         return growth.passes > before
 
     def _forget(self, keys: Sequence[tuple[int, int]]) -> None:
