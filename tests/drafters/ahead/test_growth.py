@@ -42,7 +42,9 @@ def keys(grown):
 
 
 def tokens(growth, key="a"):
-    return [node.token for node in growth._texts[key].root.below()]
+    """Return all tokens that may come, in the order of their tree."""
+    root = growth._texts[key].root
+    return [token for node in (root, *root.below()) for token in node.tokens]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9}])
@@ -77,9 +79,9 @@ def test_twin_other_coins_do_not_foresee_it(runner):
 def _first_paths(growth):
     """Return the path of first children."""
     path, node = [], growth._texts["a"].root
-    while node.children:
-        node = node.children[0]
-        path.append(node.token)
+    while node is not None and node.tokens:
+        path.append(node.tokens[0])
+        node = node.read.get(0)
     return [path]
 
 
@@ -88,7 +90,7 @@ def test_a_text_that_goes_another_way_begins_anew(runner):
     growth.open("a", request())
     for _ in range(4):
         growth.grow()
-    known = {node.token for node in growth._texts["a"].root.children}
+    known = growth._texts["a"].root.tokens
     other = next(token for token in range(50) if token not in known)
     growth.commit("a", [other])
     assert tokens(growth) == []
@@ -106,12 +108,16 @@ def test_trees_grow_best_first(runner):
     for _ in range(20):
         growth.grow()
     text = growth._texts["a"]
-    nodes = list(text.root.below())
-    read = [n.score for n in nodes if n.sequence is not None]
-    assert len(read) >= 24
-    assert all(n.parent is text.root or n.parent.sequence is not None for n in nodes)
+    nodes = text.root.below()
+    read = [node.score for node in nodes]
+    assert len(read) == 24
     # what is left unread is less likely than most of what was read
-    left = [n.score for n in nodes if n.sequence is None]
+    left = [
+        score
+        for node in (text.root, *nodes)
+        for place, score in enumerate(node.scores)
+        if place not in node.read
+    ]
     assert np.median(read) > np.median(left)
     assert not growth.grow()  # it has its most nodes
     growth.close("a")

@@ -86,35 +86,43 @@ class BranchingModel(Protocol[S]):
 
 @dataclass(eq=False)
 class Node(Generic[S]):
-    """A token that may come.
+    """A token that was read, and the tokens that may follow it.
 
     token: its id
-    parent: None for the root
     number: among the nodes of its tree
     depth: tokens from where the tree began to it
     score: the logarithm of the chance that the text reaches it from there
-    rank: its place among its parent's children
-    claimed: how sure the draft model is of it
-    sequence: the draft model's cache up to it, once it was read; the root's is that of the text
-    waits: whether it could be read
+    parent: None for the root
+    sequence: the draft model's cache up to it; the root's is that of the text
+    tokens, claims, scores: of each child: its id, how sure the draft model is of it, its score
+    first: the number of the first child; the others' follow
+    read: children that were read, by their places
+    is_live: whether the text can reach what is below it
     """
 
     token: int
-    parent: Node[S] | None = None
     number: int = 0
     depth: int = 0
     score: float = 0.0
-    rank: int = 0
-    claimed: float = 1.0
+    parent: Node[S] | None = None
     sequence: S | None = None
-    waits: bool = False
-    children: list[Node[S]] = field(default_factory=list)
+    tokens: Sequence[int] = ()
+    claims: Sequence[float] = ()
+    scores: Sequence[float] = ()
+    first: int = 0
+    read: dict[int, Node[S]] = field(default_factory=dict)
+    is_live: bool = True
+
+    def child(self, place: int) -> Node[S]:
+        """Return a child that was not read."""
+        number, score = self.first + place, self.scores[place]
+        return Node(self.tokens[place], number, self.depth + 1, score, self)
 
     def below(self) -> list[Node[S]]:
         """Return all nodes below this one, parents before children."""
-        found = list(self.children)
+        found = list(self.read.values())
         for node in found:
-            found += node.children
+            found += node.read.values()
         return found
 
 
@@ -123,33 +131,37 @@ class Text(Generic[K, S]):
     """A request's text, and the tree of what may come.
 
     sequence: the draft model's cache of the text
+    is_readable: whether the draft model can read the text
     root: the text's last token
     began: how long the text was where the tree began
-    num_nodes: how many the tree has had since then, the first root included
-    num_read: nodes below the root that were read
-    frontier: nodes that wait, the likeliest first; some may have been dropped
-    is_readable: whether the draft model can read the text
+    num_nodes: how many the tree has had since then, the first root and all children included
+    num_read: nodes below the root
+    frontier: children that could be read, the likeliest first: (-score, number, parent, place).
+        Some of them may have been dropped.
     """
 
     key: K
     request: Request
     sequence: S
-    root: Node[S]
     is_readable: bool
+    root: Node[S] = field(init=False)
     began: int = 0
     num_nodes: int = 1
     num_read: int = 0
-    frontier: list[tuple[float, int, Node[S]]] = field(default_factory=list)
+    frontier: list[tuple[float, int, Node[S], int]] = field(default_factory=list)
 
-    @property
-    def has_unread(self) -> bool:
-        """Whether the draft model has not read all of the text itself."""
-        return self.request.length > self.sequence.length
+    def __post_init__(self) -> None:
+        self.begin()
 
     def begin(self) -> None:
         """Begin a tree."""
         self.root, self.began = Node(self.request.last_token), self.request.length
         self.num_nodes, self.num_read, self.frontier = 1, 0, []
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether the draft model has not read all of the text itself."""
+        return self.request.length > self.sequence.length
 
 
 class Grown(NamedTuple):
@@ -246,14 +258,12 @@ class Growth(Generic[K, S]):
     def open(self, key: K, request: Request) -> None:
         """Begin a tree. request: changed by `commit` only"""
         self.close(key)
-        root, readable = Node[S](request.last_token), self._can_read(request, 0)
-        text = self._texts[key] = Text(key, request, self._model.open(), root, readable)
-        text.begin()
+        self._texts[key] = Text(key, request, self._model.open(), self._can_read(request, 0))
 
     def close(self, key: K) -> None:
         """Forget a text."""
         if (text := self._texts.pop(key, None)) is not None:
-            self._drop(text, text.root.children)
+            self._drop(text, None)
             self._model.close(text.sequence)
 
     def _can_read(self, request: Request, since: int) -> bool:
@@ -264,47 +274,48 @@ class Growth(Generic[K, S]):
     def commit(self, key: K, tokens: Sequence[int]) -> None:
         """Go down the tree as the target did. Where it has no such path, it begins anew."""
         text = self._texts[key]
-        path, node, greedy = list[Node[S]](), text.root, text.request.sampling.is_greedy
-        for token in tokens:
-            found = None
-            for child in node.children:
-                right = child.token == token
-                self.calibration.observe(child.rank, child.claimed, greedy, right)
-                found = child if right else found
-            if found is None:
-                break
-            path.append(found)
-            node = found
+        new, walked, read = self._walk(text, tokens)
         before = text.request.length
         text.request.extend(tokens, None)
         text.is_readable = text.is_readable and self._can_read(text.request, before)
-        new = node if len(path) == len(tokens) else None
-        self._take_over(text, path, new)
-        self._drop(text, text.root.children, keep=new)
-        if new is None:
+        keep = new if walked == len(tokens) else None
+        if read is not None:  # what was read of the path becomes the text's own
+            kept = [] if keep is None else [node.sequence for node in keep.below()]
+            self._model.adopt(text.sequence, read, [s for s in kept if s is not None])
+        self._drop(text, keep)
+        if keep is None:
             text.begin()
-        else:
-            text.root, new.parent, new.sequence, new.waits = new, None, None, False
+            return
+        text.root, keep.parent, keep.sequence = keep, None, None
+        if len(text.frontier) > 4 * self._max_nodes * self._fan_out:
+            text.frontier = [entry for entry in text.frontier if _waits(entry)]
+            heapq.heapify(text.frontier)
 
-    def _take_over(self, text: Text[K, S], path: Sequence[Node[S]], new: Node[S] | None) -> None:
-        """Keep what was read of the path as the text's own."""
-        read = [node.sequence for node in path if node.sequence is not None]
-        if read:
-            kept = [] if new is None else [node.sequence for node in new.below()]
-            self._model.adopt(text.sequence, read[-1], [s for s in kept if s is not None])
+    def _walk(self, text: Text[K, S], tokens: Sequence[int]) -> tuple[Node[S], int, S | None]:
+        """Return where tokens lead to, how many the tree has, and the last cache on the way."""
+        node, read, greedy = text.root, None, text.request.sampling.is_greedy
+        for walked, token in enumerate(tokens):
+            found = None
+            for place, other in enumerate(node.tokens):
+                right = other == token
+                self.calibration.observe(place, node.claims[place], greedy, right)
+                found = place if right else found
+            if found is None:
+                return node, walked, read
+            node = node.read.get(found) or node.child(found)
+            read = node.sequence if node.sequence is not None else read
+        return node, len(tokens), read
 
-    def _drop(
-        self, text: Text[K, S], nodes: Sequence[Node[S]], keep: Node[S] | None = None
-    ) -> None:
-        """Give back the caches of nodes and of all below them, but for what is below one."""
-        dropped = list(nodes)
+    def _drop(self, text: Text[K, S], keep: Node[S] | None) -> None:
+        """Give back the caches of a tree, but for what is below one of its nodes."""
+        dropped = [text.root]
         for node in dropped:
-            if node is not keep:
-                dropped += node.children
-            node.waits = False
             if node.sequence is not None:
                 self._model.close(node.sequence)
                 text.num_read -= 1
+            if node is not keep:
+                dropped += node.read.values()
+                node.is_live, node.parent, node.read = False, None, {}
 
     def grow(self, owner: Callable[[K], Hashable] | None = None) -> list[Grown]:
         """Make one pass. Return what was added to trees; nothing if there is nothing to do.
@@ -324,8 +335,8 @@ class Growth(Generic[K, S]):
                 if len(unread) > MAX_CHUNK:
                     continue
             else:
-                assert node.parent is not None
-                above = text.sequence if node.parent is text.root else node.parent.sequence
+                parent = node.parent
+                above = text.sequence if parent is text.root or parent is None else parent.sequence
                 assert above is not None
                 node.sequence = self._model.fork(above)
                 segments.append((node.sequence, [node.token]))
@@ -356,8 +367,8 @@ class Growth(Generic[K, S]):
                     chosen.append((text, text.root))
                     heapq.heappop(mine)
                 else:
-                    node = heapq.heappop(text.frontier)[2]
-                    node.waits = False
+                    _, _, parent, place = heapq.heappop(text.frontier)
+                    parent.read[place] = node = parent.child(place)
                     text.num_read += 1
                     chosen.append((text, node))
                     if (score := self._best_score(text)) is not None:
@@ -376,11 +387,11 @@ class Growth(Generic[K, S]):
             return 0.0
         root, frontier = text.root, text.frontier
         deepest = root.depth + self._model.max_length - text.request.length
-        while frontier and not (frontier[0][2].waits and frontier[0][2].depth <= deepest):
+        while frontier and not (_waits(frontier[0]) and frontier[0][2].depth < deepest):
             heapq.heappop(frontier)
         if not frontier or text.num_read >= self._max_nodes:
             return None
-        score = frontier[0][2].score - root.score
+        score = -frontier[0][0] - root.score
         return score if score >= self._min_score else None
 
     def _branch(self, read: Sequence[tuple[Text[K, S], Node[S]]], logits: Tensor) -> list[Grown]:
@@ -396,35 +407,37 @@ class Growth(Generic[K, S]):
         claims = guess.logits.softmax(-1).gather(-1, drawn).cpu().numpy()
         if np.isnan(claims).any():
             raise DraftFault("the draft model's logits are not numbers")
-        sure = np.clip(self.calibration.of(claims, np.array(guess.greedy)), 1e-9, 1.0).tolist()
-        parts = zip(read, drawn.tolist(), claims.tolist(), sure, strict=True)
-        return [self._add(text, node, *rest) for (text, node), *rest in parts]
+        sure = np.clip(self.calibration.of(claims, np.array(guess.greedy)), 1e-9, 1.0)
+        columns = drawn.tolist(), claims.tolist(), sure.tolist(), np.log(sure).tolist()
+        return [self._add(*part) for part in zip(read, *columns, strict=True)]
 
     def _add(
         self,
-        text: Text[K, S],
-        node: Node[S],
-        drawn: Sequence[int],
-        claims: Sequence[float],
-        sure: Sequence[float],
+        read: tuple[Text[K, S], Node[S]],
+        tokens: list[int],
+        claims: list[float],
+        sure: list[float],
+        logs: list[float],
     ) -> Grown:
-        """Add to a node the tokens that may follow it."""
-        grown = Grown(text.key, text.began, node.number, text.num_nodes, [], [])
+        """Add to a node the tokens that may follow it, the likeliest first."""
+        text, node = read
+        while claims and claims[-1] <= 0.0:  # the coins cannot draw it
+            tokens.pop(), claims.pop(), sure.pop()
+        node.tokens, node.claims, node.first = tokens, claims, text.num_nodes
+        node.scores = [node.score + log for log in logs]
+        text.num_nodes += len(tokens)
         ends, vocab_size = text.request.eos_token_ids, self._model.vocab_size
-        for rank, token in enumerate(drawn):
-            if claims[rank] <= 0.0:
-                continue
-            child = Node(token, node, text.num_nodes, node.depth + 1)
-            child.score, child.rank = node.score + math.log(sure[rank]), rank
-            child.claimed = min(1.0, claims[rank])
-            text.num_nodes += 1
-            node.children.append(child)
-            grown.tokens.append(token)
-            grown.sure.append(sure[rank])
+        for place, token in enumerate(tokens):
             if token < vocab_size and token not in ends:
-                child.waits = True
-                heapq.heappush(text.frontier, (-child.score, child.number, child))
-        return grown
+                entry = -node.scores[place], node.first + place, node, place
+                heapq.heappush(text.frontier, entry)
+        return Grown(text.key, text.began, node.number, node.first, tokens, sure)
+
+
+def _waits(entry: tuple[float, int, Node[S], int]) -> bool:
+    """Say whether a child of a frontier could be read."""
+    _, _, parent, place = entry
+    return parent.is_live and place not in parent.read
 
 
 def _path(node: Node[S]) -> list[int]:
