@@ -23,6 +23,9 @@ from paced import drafts as draft_server
 from paced.texts import MIXED, prompts
 
 DEVICE, TOKENS, MOST, WAIT = "h100x4-70b", 160, 8, 0.02
+TEXTS = 4
+"""A cell has at least so many: a small batch has more rounds."""
+
 BARE, ORDINARY, AHEAD = "bare", "ordinary", "ahead"
 
 
@@ -88,7 +91,7 @@ def cell(
     """Measure one cell."""
     speeds: dict[str, list[float]] = {}
     before = foreseen(running[AHEAD])
-    for round_ in range(rounds):
+    for round_ in range(max(rounds, TEXTS // batch)):
         asked = prompts(kind, batch, first=round_ * batch)
         wanted = [(BARE, 0), *((ORDINARY, k) for k in drafts), (AHEAD, MOST)]
         for name, count in wanted[round_ % 2 :] + wanted[: round_ % 2]:

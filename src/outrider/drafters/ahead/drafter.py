@@ -49,6 +49,9 @@ PATIENCE = 1.5
 """What a wait must promise, in tokens for those that its time costs. A draft that is not waited for
 is not lost: it is made while the step runs."""
 
+FIRST = 0.6
+"""The chance that a first draft is accepted, of which nothing is known yet."""
+
 NOTHING = chain(())
 
 
@@ -194,7 +197,7 @@ class AheadDrafter:
         if most == 0:
             return 0.0
         if found != "hit":
-            return 1.0
+            return FIRST
         likely = self._trees[request.id].best(most, trees=False)
         return 0.0 if len(likely.tokens) >= most else math.prod(likely.sure)
 
