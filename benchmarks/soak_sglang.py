@@ -1,6 +1,7 @@
 """Mixed traffic amid faults on a real SGLang server: is an answer wrong or lost, does it leak?
 
     python benchmarks/soak_sglang.py --state soak.json [--requests 100000] [--seed 0] [--minutes M]
+    python benchmarks/soak_sglang.py --state soak.json --requests 0 --also soak1.json
 
 Run it in the environment of scripts/setup-sglang-cpu. About 2,000 distinct requests of every kind
 and form are answered once without drafts (`max_drafts: 0`). Then requests are drawn from them, each
@@ -8,7 +9,8 @@ with a drafter, up to 256 at once, and each complete answer is compared. Meanwhi
 or time out, some requests are malformed, and one trouble follows another (`soak_troubles.py`).
 After each round the server is left idle, and its memory, files, threads and used slots are noted.
 Servers follow one another, by turns with heads and with drafts on the device. A run can be
-continued: `--state` has all that it found. Request N of a seed is always the same.
+continued: `--state` has all that it found. Request N of a seed is always the same. Runs of several
+seeds can go on side by side; `--also` adds their states to the result.
 """
 
 from __future__ import annotations
@@ -119,10 +121,10 @@ class State:
         return [*SETUPS][self.number // PIECE % len(SETUPS)]
 
     @staticmethod
-    def load(file: Path, seed: int) -> State:
-        """Return what a file has of this seed, or nothing yet."""
-        content = json.loads(file.read_text()) if file.exists() else {"seed": seed}
-        if content["seed"] != seed:
+    def load(file: Path, seed: int | None = None) -> State:
+        """Return what a file has of this seed, or nothing yet. Without a seed: of any."""
+        content = json.loads(file.read_text()) if file.exists() or seed is None else {"seed": seed}
+        if seed is not None and content["seed"] != seed:
             raise SystemExit(f"{file} has seed {content['seed']}")
         state = State(**content)
         for each in dataclasses.fields(state):
@@ -377,11 +379,25 @@ def memory_slope(samples: Sequence[dict[str, Any]]) -> float | None:
     return round(products / squares, 3)
 
 
-def summary(state: State) -> dict[str, Any]:
-    """Return what a soak has found."""
+def together(states: Sequence[State]) -> State:
+    """Return what the soaks of several seeds have found."""
+    total = State(seed=states[0].seed)
+    for state in states:
+        samples = [{**each, "piece": total.pieces + each["piece"]} for each in state.samples]
+        for field_ in dataclasses.fields(State):
+            if field_.name not in ("seed", "samples"):
+                added = getattr(total, field_.name) + getattr(state, field_.name)
+                setattr(total, field_.name, added)
+        total.samples += samples
+    return total
+
+
+def summary(states: Sequence[State]) -> dict[str, Any]:
+    """Return what the soaks of several seeds have found."""
+    state = together(states)
     counts = state.counts
     return {
-        "seed": state.seed,
+        "seeds": [each.seed for each in states],
         "distinct": len(state.plain),
         "requests": counts["asked"],
         "compared": counts["compared"],
@@ -436,6 +452,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="end the piece after so long")
     parser.add_argument("--distinct", type=int, default=DISTINCT)
     parser.add_argument("--out", type=Path, help="another file for the result")
+    parser.add_argument(
+        "--also", type=Path, nargs="*", default=[], help="states of other seeds, for the result"
+    )
     args = parser.parse_args()
     end_servers_at_sigterm()
     state = State.load(args.state, args.seed)
@@ -453,7 +472,7 @@ def main() -> None:
 
         while not over():
             soak_piece(state, args.distinct, over, tick)
-    found = summary(state)
+    found = summary([state, *(State.load(file) for file in args.also)])
     print(json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=2))
     write("soak_sglang", {"provenance": made, **found}, args.out)
     if found["wrong"] or found["lost"] or found["leaked_slots"] or found["troubles_failed"]:
