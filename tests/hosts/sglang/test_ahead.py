@@ -79,7 +79,10 @@ def test_a_server_without_its_draft_server_answers(launch, tmp_path):
     environment = parity.profile(tmp_path, missing, max_drafts=4)
     flags = [*parity.ROOMY, *parity.OUTRIDER, *parity.DETERMINISTIC]
     sampling = {"max_new_tokens": 8, "ignore_eos": True}
-    sampling["custom_params"] = {"outrider": {"drafter": "ahead"}}
+    sampling["custom_params"] = {"outrider": {"drafter": "ahead", "explain": True}}
     body = {"text": "Once upon a time", "sampling_params": sampling}
     with launch("no-ahead", TARGET, *flags, **environment) as server:
-        assert len(server.ask("/generate", body)["output_ids"]) == 8
+        answer = server.ask("/generate", body)
+    assert len(answer["output_ids"]) == 8
+    steps = answer["meta_info"]["outrider_steps"]
+    assert [step["foreseen"] for step in steps] == ["none"] * 7  # all but the prompt's token
