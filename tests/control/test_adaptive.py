@@ -12,9 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from outrider.control.adaptive import AdaptiveDrafter, adaptive_drafter
+from outrider.control.device import DEPTHS
 from outrider.control.model_choice import CREDIT, SHARE, Account
 from outrider.control.step import Step
 from outrider.core import Budget, KeyedCoins, Outcome, Proposal, chain
+from outrider.drafters import AheadDrafter
 
 K = 6
 
@@ -498,3 +500,32 @@ def test_knots_is_the_former_name_of_row_buckets():
 def test_row_buckets_are_numbers_of_rows(sizes):
     with pytest.raises(ValueError, match="row_buckets"):
         adaptive_drafter(None, row_buckets=sizes)
+
+
+class Foresees(AheadDrafter):
+    """A draft server that is always right."""
+
+    def __init__(self):
+        super().__init__("none.sock")
+        self.guesser = Guesser("ahead", 1.0)
+
+    def start(self, requests):
+        pass
+
+    stop = observe = start
+
+    def propose(self, requests, budget):
+        return self.guesser.propose(requests, budget)
+
+
+def test_what_a_draft_server_foresees_says_nothing_of_lookups():
+    """Else the device drafts in vain, and the draft server is not asked."""
+    learned = []
+    for free in ({}, {"ahead": Foresees()}):
+        world = World(2)
+        drafter = AdaptiveDrafter({"suffix": Guesser("suffix", 0.0)} | free, clock=world.clock)
+        world.run(drafter, 60)
+        chances = drafter.device._chances
+        learned.append(chances.of(drafter.acceptance.rows([0, 1]), DEPTHS[:2]).tolist())
+        assert sum(map(sum, world.drafts[30:])) > 300 or not free
+    assert learned[0] == learned[1]

@@ -93,6 +93,7 @@ class AdaptiveDrafter:
         self._on_step = on_step
         for name in self.free:
             self.acceptance.add(name)
+        self._lookups = {n for n, d in self.free.items() if not isinstance(d, AheadDrafter)}
         self.device = DeviceChoice(self.acceptance, self.cost, margin) if device else None
         passing = _several(model)
         self.models = {
@@ -193,7 +194,7 @@ class AdaptiveDrafter:
             self.device.learn_time(step.rows, step.context, step.requests, step.seconds)
         for offer in done.offers:
             score(offer, self.acceptance[offer.name], done.rows, done.outcomes)
-            if self.device is not None and not step.on_device and offer.name in self.free:
+            if self.device is not None and not step.on_device and offer.name in self._lookups:
                 self.device.learn_from(offer, done.rows, done.outcomes)
 
     def look(self, requests: Sequence[Request], budget: Budget) -> None:
