@@ -71,8 +71,8 @@ PIECE = 20_000
 PATIENCE = 3600.0
 """Seconds after which a request is lost."""
 
-ENOUGH = 16
-"""Samples that a slope of memory takes."""
+ENOUGH = 12
+"""Samples of a process that its slope of memory takes."""
 
 FLAGS = [
     *parity.COMMON, *parity.OUTRIDER, *parity.DETERMINISTIC,
@@ -364,19 +364,18 @@ def started(
 def memory_slope(samples: Sequence[dict[str, Any]]) -> float | None:
     """Return MB of the scheduler in 1,000 requests, over the later half of each process's life.
 
-    None if there are too few samples to tell.
+    None if no process has lived long enough to tell.
     """
     products = squares = 0.0
-    if len(samples) < ENOUGH:
-        return None
     for piece in {sample["piece"] for sample in samples}:
         mine = [sample for sample in samples if sample["piece"] == piece]
-        later = mine[len(mine) // 2 :]
+        later = mine[len(mine) // 2 :] if len(mine) >= ENOUGH else []
         x = np.array([sample["requests"] / 1000 for sample in later])
         y = np.array([sample["rss_mb"] for sample in later])
-        products += float(((x - x.mean()) * (y - y.mean())).sum())
-        squares += float(((x - x.mean()) ** 2).sum())
-    return round(products / squares, 3)
+        if later:
+            products += float(((x - x.mean()) * (y - y.mean())).sum())
+            squares += float(((x - x.mean()) ** 2).sum())
+    return round(products / squares, 3) if squares else None
 
 
 def together(states: Sequence[State]) -> State:

@@ -324,12 +324,16 @@ def soak() -> Iterator[Row]:
     for name in ("wrong", "lost"):
         yield [f"{name} answers", str(found[name])]
     yield ["cache slots leaked", str(found["leaked_slots"])]
-    yield ["servers, one after the other", str(found["pieces"])]
+    yield ["servers", str(found["pieces"])]
     yield ["steps with drafts of the device", f"{found['device_steps']:,}"]
-    first, *_, last = (f"{sample['rss_mb']:.0f}" for sample in found["samples"])
-    yield ["memory of the scheduler after the first and the last round, MB", f"{first}, {last}"]
+    memory = [sample["rss_mb"] for sample in found["samples"]]
+    extremes = f"{min(memory):.0f} to {max(memory):.0f}"
+    yield ["memory of the scheduler after a round, MB", extremes]
     if (slope := found["memory_slope_mb_per_1000"]) is not None:
-        yield ["its growth in 1,000 requests, over the later half, MB", f"{slope:+.2f}"]
+        yield [
+            "its growth in 1,000 requests, over the later half of a server's, MB",
+            f"{slope:+.2f}",
+        ]
     for name, count in (found["clients"] | {"retractions": found["retractions"]}).items():
         yield [f"clients: {name}" if name in found["clients"] else name, f"{count:,}"]
     for name, count in sorted(found["troubles"].items()):

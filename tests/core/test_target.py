@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from outrider.core import (
     ROOT,
     Draft,
+    KeyedCoins,
     PointMass,
     Proposal,
     Request,
@@ -189,3 +191,16 @@ def test_requests_in_a_batch_do_not_mix():
         assert torch.equal(together.probs()[own], expected.probs())
         assert together.positions[own].tolist() == [4 + d for d in range(i + 1)]
         assert together.seeds[own].tolist() == [i] * (i + 1)
+
+
+@pytest.mark.parametrize("temperature", [[0.0], [1.0], [0.0, 1.0]], ids=["greedy", "drawn", "both"])
+def test_ranked_is_what_would_be_drawn_if_all_before_it_were_impossible(temperature):
+    kinds = [SamplingParams(temperature=temperature[r % len(temperature)]) for r in range(6)]
+    requests = [Request(r, (1, 2), params, seed=r) for r, params in enumerate(kinds)]
+    guess = target_distribution(logits(6), Rows(requests, range(6), [0] * 6, lambda: [()] * 6))
+    found, coins = guess.ranked(KeyedCoins(), 4), KeyedCoins()
+    for rank in range(4):
+        assert torch.equal(found[:, rank], guess.draw(coins))
+        impossible = guess.logits.scatter(-1, found[:, rank, None], -math.inf)
+        guess = replace(guess, logits=impossible)
+    assert guess.ranked(coins, 99).shape == (6, V)

@@ -68,8 +68,26 @@ def test_memory_slope():
     """A leak of 2 MB in 1,000 requests is seen in two processes; what they begin with is not."""
 
     def sample(piece, n):
-        return {"piece": piece, "requests": 500 * n, "rss_mb": 100.0 * piece + max(n, 4)}
+        return {"piece": piece, "requests": 500 * n, "rss_mb": 100.0 * piece + max(n, 6)}
 
-    samples = [sample(piece, n) for piece in (1, 2) for n in range(9)]
-    assert soak_sglang.memory_slope(samples) == 2.0
-    assert soak_sglang.memory_slope(samples[:4]) is None
+    samples = [sample(piece, n) for piece in (1, 2) for n in range(13)]
+    short = [sample(3, 10 * n) for n in range(5)]
+    assert soak_sglang.memory_slope(samples + short) == 2.0
+    assert soak_sglang.memory_slope(short) is None
+
+
+def test_seeds_together():
+    """What two soaks found is added up; their servers stay apart."""
+
+    def state(seed, wrong):
+        found = State(seed, plain=[{}], number=7, pieces=2, tokens=30)
+        found.counts.update(asked=7, wrong=wrong)
+        found.samples = [
+            {"piece": p, "requests": 7, "rss_mb": 1.0, "used_slots": 0} for p in (1, 2)
+        ]
+        return found
+
+    found = soak_sglang.summary([state(0, 0), state(1, 2)])
+    assert found["seeds"] == [0, 1]
+    assert [found[key] for key in ("requests", "wrong", "tokens", "pieces")] == [14, 2, 60, 4]
+    assert [sample["piece"] for sample in found["samples"]] == [1, 2, 3, 4]
