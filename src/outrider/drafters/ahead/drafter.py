@@ -50,7 +50,7 @@ PATIENCE = 1.5
 is not lost: it is made while the step runs."""
 
 FIRST = 0.6
-"""The chance that a first draft is accepted, of which nothing is known yet."""
+"""The chance that a first draft is right, before any was seen."""
 
 NOTHING = chain(())
 
@@ -92,6 +92,8 @@ class AheadDrafter:
         self._observed: float | None = None
         self._tokens_per_second = 0.0
         self._reply_seconds = 0.0
+        self._guesses: dict[int, int] = {}  # the first draft of each request
+        self._first = FIRST  # how often it is right
 
     # -- what a drafter does
 
@@ -114,6 +116,9 @@ class AheadDrafter:
             self._trees[request.id].best(most, budget.trees) if kind == "hit" else NOTHING
             for request, kind, most in zip(requests, found, budget.max_drafts.tolist(), strict=True)
         ]
+        self._guesses = {
+            r.id: draft.tokens[0] for r, draft in zip(requests, drafts, strict=True) if draft.tokens
+        }
         return Proposal.of(drafts)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -125,6 +130,9 @@ class AheadDrafter:
             self._tokens_per_second += weight * (rate - self._tokens_per_second)
         self._observed = now
         tokens, starts = done.tokens.tolist(), done.starts.tolist()
+        for r, request in enumerate(done.requests):
+            if (guess := self._guesses.get(request.id)) is not None:
+                self._first += RATE * ((tokens[starts[r]] == guess) - self._first)
         commits = [
             [request.id, request.length, tokens[starts[r] : starts[r + 1]]]
             for r, request in enumerate(done.requests)
@@ -197,7 +205,7 @@ class AheadDrafter:
         if most == 0:
             return 0.0
         if found != "hit":
-            return FIRST
+            return self._first
         likely = self._trees[request.id].best(most, trees=False)
         return 0.0 if len(likely.tokens) >= most else math.prod(likely.sure)
 
