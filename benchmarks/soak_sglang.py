@@ -38,9 +38,11 @@ from common_sglang import Server, end_servers_at_sigterm
 from rich.progress import Progress
 from soak_traffic import (
     BROKEN,
+    LEVELS,
     MALFORMED,
     MANNERS,
     SETUPS,
+    choices,
     difference,
     distinct_requests,
     drafter_of,
@@ -59,9 +61,6 @@ from server import merge_stream
 from soak_troubles import TROUBLES
 
 DISTINCT = 2000
-LEVELS = (1, 4, 16, 64, 256)
-"""How many requests are asked at once. A round has four times as many of each."""
-
 TROUBLE_EVERY = 200
 """Requests from one trouble to the next."""
 
@@ -151,6 +150,7 @@ class Soak:
     ) -> None:
         self.server, self.drafts, self.folder, self.state = server, drafts, folder, state
         self.wishes, self._setup = distinct_requests(distinct, state.seed), state.setup
+        self._choices: dict[str, list[int]] = {}
         self.troubles: asyncio.Queue[str] = asyncio.Queue()
         self.session: aiohttp.ClientSession
         family = psutil.Process(server.process.pid).children(recursive=True)
@@ -219,8 +219,10 @@ class Soak:
     async def _one(self, number: int) -> None:
         """Ask request `number` in its manner, and count what became of it."""
         rng = random.Random(f"{self.state.seed}/{number}")
-        index = rng.randrange(len(self.wishes))
         drafter = drafter_of(self.state.seed, number, self._setup)
+        if drafter not in self._choices:
+            self._choices[drafter] = choices(self.wishes, drafter, self._setup)
+        index = rng.choice(self._choices[drafter])
         (manner,) = rng.choices(list(MANNERS), list(MANNERS.values()))
         wish, name = self.wishes[index], f"{self.wishes[index].kind}/{self.wishes[index].form}"
         path, body = with_options(wish, drafter=drafter)
@@ -406,7 +408,7 @@ def summary(states: Sequence[State]) -> dict[str, Any]:
         "leaked_slots": sum(sample["used_slots"] for sample in state.samples),
         "memory_slope_mb_per_1000": memory_slope(state.samples),
         "troubles_failed": counts["trouble failed"],
-        "concurrencies": LEVELS,
+        "concurrencies": sorted({level for levels in LEVELS.values() for level in levels}),
         "pieces": state.pieces,
         "minutes": round(state.seconds / 60, 1),
         "retractions": state.retractions,
@@ -435,7 +437,8 @@ def soak_piece(
     with started(folder, state.setup, start) as (server, drafts):
         soak = Soak(server, drafts, folder, state, distinct)
         try:
-            asyncio.run(soak.run(LEVELS, lambda: state.number >= last or over(), tick))
+            levels = LEVELS[state.setup]
+            asyncio.run(soak.run(levels, lambda: state.number >= last or over(), tick))
         finally:
             with suppress(Exception):  # it may have crashed
                 soak.count()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,17 @@ SETUPS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Drafters that a server has beside those that all have. The device does not draft beside heads."""
 
+LEVELS = {"heads": (1, 4, 16, 64, 256), "device": (1, 4, 16, 32)}
+"""How many requests are asked at once. A round has four times as many of each. The device drafts
+for 32 at most."""
+
 CROWD = 96
 """Requests in a row that may have to share a drafter."""
 
 MAX_TOKENS = 10
 """Of an answer. Parity tests have longer ones; here many requests come and go."""
+
+LOOKING_BACK = ("json_schema", "regex", "ebnf")
 
 MALFORMED: tuple[dict[str, Any] | str, ...] = (
     "{",
@@ -62,6 +69,20 @@ def drafter_of(seed: int, number: int, setup: str) -> str:
     if crowd.random() < 1 / 3:
         return crowd.choice([*SETUPS[setup], "adaptive"])
     return random.Random(f"{seed}/drafter/{number}").choice(drafters)
+
+
+def is_simple(wish: workload.Wish) -> bool:
+    """Say whether the device may draft for a request: what it looks at is the last token alone."""
+    asked = str(wish.body)
+    return wish.form not in ("logprobs", "processor") and not any(
+        word in asked for word in ("penalty", "min_new_tokens", *LOOKING_BACK)
+    )
+
+
+def choices(wishes: Sequence[workload.Wish], drafter: str, setup: str) -> list[int]:
+    """Return which requests may have this drafter: where the device may draft, it has to."""
+    may_draft = setup == "device" and drafter in ("device", "adaptive")
+    return [i for i, wish in enumerate(wishes) if is_simple(wish) or not may_draft]
 
 
 def with_options(wish: workload.Wish, **options: Any) -> tuple[str, dict[str, Any]]:
