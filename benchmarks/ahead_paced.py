@@ -7,6 +7,7 @@ every cell. Every answer is the recorded text, or no speed is said.
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -111,7 +112,7 @@ def cell(
         "ordinary": middle[f"{ORDINARY} {best}"],
         "ordinary_drafts": best,
         "ahead": middle[AHEAD],
-        "ratio": round(ratios[len(ratios) // 2], 3),
+        "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
         "ratio_to_plain": round(middle[AHEAD] / middle[BARE], 3),
         "hit_rate": round(counts["hit"] / max(1, sum(counts.values())), 3),
