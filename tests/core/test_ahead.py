@@ -91,3 +91,10 @@ def test_a_tree_without_end_is_not_taken():
     for number in range(2 * MAX_NODES):
         found.add(number, number + 1, [1], [1.0])
     assert len(found._nodes) == MAX_NODES
+
+
+def test_what_follows_a_node_is_said_once():
+    found = tree()
+    for _ in range(3):
+        found.add(1, 3, [8, 9], [0.9, 0.05])
+    assert paths(found.best(99, trees=True)) == PATHS

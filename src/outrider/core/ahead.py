@@ -47,13 +47,13 @@ class AheadTree:
         self._nodes, self._enough = {0: self._at}, ENOUGH
 
     def add(self, parent: int, first: int, tokens: Sequence[int], sure: Sequence[float]) -> None:
-        """Add what may follow a node, unless that is out of reach.
+        """Add what may follow a node, unless that is out of reach, or is known.
 
         first: the number of the first of these tokens; the others' follow
         sure: how likely each is to follow
         """
         above = self._nodes.get(parent)
-        if above is None or len(self._nodes) >= MAX_NODES:
+        if above is None or above.children or len(self._nodes) >= MAX_NODES:
             return
         for i, token in enumerate(tokens):
             node = self._nodes[first + i] = _Node(first + i, token, sure[i])
