@@ -339,7 +339,10 @@ def soak() -> Iterator[Row]:
     for name, count in sorted(found["troubles"].items()):
         yield [name, f"{count:,}"]
     for name in ("error", "timeout", "garbage", "resting", "prefill", "catching_up"):
-        yield [f"requests of steps without drafts: `{name}`", f"{found['fallbacks'][name]:,}"]
+        yield [
+            f"requests of steps without drafts: `{name}`",
+            f"{found['fallbacks'].get(name, 0):,}",
+        ]
 
 
 def fuzz() -> Iterator[Row]:
