@@ -371,12 +371,13 @@ def memory_slope(samples: Sequence[dict[str, Any]]) -> float | None:
     products = squares = 0.0
     for piece in {sample["piece"] for sample in samples}:
         mine = [sample for sample in samples if sample["piece"] == piece]
-        later = mine[len(mine) // 2 :] if len(mine) >= ENOUGH else []
+        if len(mine) < ENOUGH:
+            continue
+        later = mine[len(mine) // 2 :]
         x = np.array([sample["requests"] / 1000 for sample in later])
         y = np.array([sample["rss_mb"] for sample in later])
-        if later:
-            products += float(((x - x.mean()) * (y - y.mean())).sum())
-            squares += float(((x - x.mean()) ** 2).sum())
+        products += float(((x - x.mean()) * (y - y.mean())).sum())
+        squares += float(((x - x.mean()) ** 2).sum())
     return round(products / squares, 3) if squares else None
 
 
@@ -459,7 +460,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     end_servers_at_sigterm()
-    state = State.load(args.state, args.seed)
+    if missing := [file for file in args.also if not file.exists()]:
+        parser.error(f"--also {missing[0]}: no such file")
+    also, state = [State.load(file) for file in args.also], State.load(args.state, args.seed)
+    seeds = [state.seed, *(other.seed for other in also)]
+    if len(set(seeds)) < len(seeds):
+        parser.error(f"--also: a seed would count twice: {seeds}")
     made, ends = provenance(), time.monotonic() + 60 * args.minutes
 
     def over() -> bool:
@@ -474,7 +480,7 @@ def main() -> None:
 
         while not over():
             soak_piece(state, args.distinct, over, tick)
-    found = summary([state, *(State.load(file) for file in args.also)])
+    found = summary([state, *also])
     print(json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=2))
     write("soak_sglang", {"provenance": made, **found}, args.out)
     if found["wrong"] or found["lost"] or found["leaked_slots"] or found["troubles_failed"]:
