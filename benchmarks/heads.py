@@ -1,6 +1,7 @@
 """How many tokens a step heads give, beside lookups and a draft model, on texts they never saw.
 
     python benchmarks/heads.py            # 6 minutes on two cores; needs no download
+    python benchmarks/heads.py --runs     # all but the learning curve
     python benchmarks/heads.py --curve    # the learning curve alone, 3 minutes
     python benchmarks/heads.py --report   # the table, the goals and the plot of the last run
 
@@ -45,6 +46,10 @@ TINY = Path(str(files("outrider"))) / "assets" / "tiny"
 SEED, STORIES, OPENING, TOKENS, DRAFTS = 20_261_117, 96, 24, 120, 6
 SAMPLING = {"greedy": {}, "T = 0.7": {"temperature": 0.7, "seed": 1}}
 HEADS = {"eagle3": "head", "mtp": "mtp", "dflash": "dflash"}
+TREES = {"eagle3 chain": 0, "eagle3 tree": 3}
+"""Names, and how many drafts a pass reads. These may draft TREE_DRAFTS."""
+
+TREE_DRAFTS = 16
 CURVE = (15, 40, 100, 250, 600)
 """Steps of training after which the head is tried."""
 
@@ -55,11 +60,13 @@ LESSONS, TRIED = 1500, 32
 def main() -> None:
     """Measure and report, or only report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", action="store_true", help="keep the last learning curve")
     parser.add_argument("--curve", action="store_true", help="measure the learning curve alone")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    result = json.loads(RESULT.read_text()) if args.report or args.curve else measure()
-    if not args.report:
+    last = json.loads(RESULT.read_text()) if args.report or args.curve or args.runs else {}
+    result = last if args.report or args.curve else last | measure()
+    if not (args.report or args.runs):
         result["learning_curve"] = learning_curve()
     result["goals"] = goals(result)
     write("heads", result, RESULT)
@@ -79,6 +86,10 @@ def measure() -> dict[str, Any]:
         for name, drafter in track(drafters(target).items(), kind):
             found = drafted(target, stories, drafter, asked, DRAFTS, plain)
             runs.append({"drafter": name, "sampling": kind, **found})
+        for name, width in TREES.items():
+            drafter = head_drafter(TINY / "head", target, width=width)
+            found = drafted(target, stories, drafter, asked, TREE_DRAFTS, plain)
+            runs.append({"drafter": f"{name}, {TREE_DRAFTS} drafts", "sampling": kind, **found})
     return {
         **{"provenance": made, "stories": STORIES, "prompt_tokens": OPENING, "tokens": TOKENS},
         **{"max_drafts": DRAFTS, "runs": runs},
@@ -102,10 +113,10 @@ def drafters(target: Any) -> dict[str, Any]:
     return found | {name: head_drafter(TINY / folder, target) for name, folder in HEADS.items()}
 
 
-def head_drafter(folder: Path, target: Any) -> Any:
+def head_drafter(folder: Path, target: Any, **options: Any) -> Any:
     """Return a drafter with this head, which drafts as far as it may."""
     head = outrider.load_drafter(folder)
-    return head.drafter(target, target.config.vocab_size, min_survival=0.0)
+    return head.drafter(target, target.config.vocab_size, min_survival=0.0, **options)
 
 
 def drafted(
@@ -162,6 +173,8 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     per_step = {(run["drafter"], run["sampling"]): run["tokens_per_step"] for run in runs}
     least = min(per_step["eagle3", kind] - per_step["draft model", kind] for kind in SAMPLING)
     different = sum(run["different"] for run in [*runs, *points])
+    chain, tree = (f"{name}, {TREE_DRAFTS} drafts" for name in TREES)
+    grown = min(per_step[tree, kind] - per_step[chain, kind] for kind in SAMPLING)
     learnt = points[-1]["tokens_per_step"] - points[0]["tokens_per_step"]
     return [
         {"goal": "answers are plain decoding's", "value": different, "met": different == 0},
@@ -174,6 +187,11 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
             "goal": "training an EAGLE-3 head adds two tokens a step or more",
             "value": round(learnt, 3),
             "met": learnt >= 2,
+        },
+        {
+            "goal": "a tree gives more tokens a step than a chain, greedy and sampled",
+            "value": round(grown, 3),
+            "met": grown > 0,
         },
     ]
 

@@ -113,7 +113,7 @@ def heads() -> Iterator[Row]:
     yield ["drafter", "sampling", "tokens a step", *depths]
     for run in found["runs"]:
         row = [run["drafter"], run["sampling"], two(run["tokens_per_step"])]
-        yield [*row, *map(two, run["accepted_at"])]
+        yield [*row, *map(two, run["accepted_at"][: found["max_drafts"]])]
 
 
 def pool() -> Iterator[Row]:

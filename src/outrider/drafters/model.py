@@ -5,6 +5,7 @@ distributions agree, the same noise picks the same token.
 
 A pass that drafts one token knows the next best too. As *siblings* these cost rows of the target's
 pass, which are often free, and no pass of the draft model: the tree is one long chain with leaves.
+A model that can branch drafts whole trees instead: see `trees`.
 """
 
 from __future__ import annotations
@@ -29,20 +30,10 @@ from outrider.core import (
     Request,
     Rows,
     Sampled,
-    TargetDistribution,
     chain,
     target_distribution,
 )
-
-
-class CachedLength(Protocol):
-    """A draft model's handle of a sequence: it knows how many of its tokens are cached."""
-
-    @property
-    def length(self) -> int:
-        """The number of cached tokens."""
-        ...
-
+from outrider.drafters.trees import CachedLength, TreeDrafting, fit_vocabulary
 
 S = TypeVar("S", bound=CachedLength)
 
@@ -113,6 +104,9 @@ class ModelDrafter(Generic[S]):
         accepted, by the draft model's own estimate, falls below this
     siblings: how many of the next best tokens to offer beside each draft, where the host verifies
         trees, the rule is `match`, and the budget has room
+    width: how many drafts a pass reads for a request, and how many tokens may follow each: then a
+        tree is drafted where the host verifies trees and the rule is `match`. The model must be
+        able to branch.
 
     A request with many unread tokens (after a fault, after steps without the model, or because its
     prompt was not read) is *caught up* first: each step reads a bounded number of them, and it has
@@ -131,9 +125,16 @@ class ModelDrafter(Generic[S]):
         vocab_size: int,
         min_survival: float = 0.6,
         siblings: int = 0,
+        width: int = 0,
     ) -> None:
-        if not 0 <= min_survival <= 1 or siblings < 0:
-            raise ValueError("need 0 <= min_survival <= 1 and siblings >= 0")
+        if not 0 <= min_survival <= 1 or min(siblings, width) < 0:
+            raise ValueError("need 0 <= min_survival <= 1, siblings >= 0 and width >= 0")
+        self._trees: TreeDrafting[S] | None = None
+        if width:
+            branching: Any = model
+            if not hasattr(model, "fork"):
+                raise ValueError("width: this draft model cannot branch; use siblings")
+            self._trees = TreeDrafting(branching, vocab_size, width)
         self._model = model
         self._vocab_size = vocab_size
         self._min_survival = min_survival
@@ -160,12 +161,18 @@ class ModelDrafter(Generic[S]):
         self.catch_up([r for r, k in zip(requests, budget.max_drafts, strict=True) if k])
         ready = np.array([self.ready(request) for request in requests], np.bool_)
         budget = replace(budget, max_drafts=np.where(ready, budget.max_drafts, 0))
+        if self._trees is not None and budget.trees and budget.rule == "match":
+            sequences = [(request, self._states[request.id].sequence) for request in requests]
+            started = time.perf_counter()
+            proposal = self._trees.propose(sequences, budget, self._least(budget))
+            self.seconds += time.perf_counter() - started
+            return proposal
         while eager := self._eager(requests, budget):
             segments = [(s.sequence, self._unread(r, s)) for r, s in eager]
             started = time.perf_counter()
             logits = self._model.extend(segments)
             # on a GPU that was the launch alone: reading the drafts waits for the pass
-            self._draw(eager, self._fit(logits), budget)
+            self._draw(eager, fit_vocabulary(logits, self._vocab_size), budget)
             self.seconds += time.perf_counter() - started
         states = [self._states[request.id] for request in requests]
         return Proposal.of(
@@ -216,6 +223,8 @@ class ModelDrafter(Generic[S]):
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Give the requests' sequences back, without what was drafted and not verified."""
+        if self._trees is not None:
+            self._trees.forget(requests)
         for request in requests:
             if state := self._states.pop(request.id, None):
                 self._model.truncate(state.sequence, request.length)
@@ -225,10 +234,7 @@ class ModelDrafter(Generic[S]):
         self, requests: Sequence[Request], budget: Budget
     ) -> list[tuple[Request, DraftState[S]]]:
         """Return the requests that may and want to draft one more token: none if too few do."""
-        states = [(r, self._states[r.id]) for r in requests]
-        # one that promises less than half its share of a pass only makes the pass longer
-        share = budget.min_gain / max(1, sum(most > 0 for most in budget.max_drafts))
-        least = max(self._min_survival, share / 2)
+        states, least = [(r, self._states[r.id]) for r in requests], self._least(budget)
         eager = [
             (request, state)
             for (request, state), most in zip(states, budget.max_drafts, strict=True)
@@ -239,15 +245,16 @@ class ModelDrafter(Generic[S]):
         ]
         return eager if sum(state.survival for _, state in eager) >= budget.min_gain else []
 
+    def _least(self, budget: Budget) -> float:
+        """Return the chance that a draft must have to be read."""
+        # one that promises less than half its share of a pass only makes the pass longer
+        share = budget.min_gain / max(1, sum(most > 0 for most in budget.max_drafts))
+        return max(self._min_survival, float(share) / 2)
+
     def _unread(self, request: Request, state: DraftState[S]) -> list[int]:
         """Return the tokens that the draft model has not cached."""
         cached = state.sequence.length
         return [*request.tokens_from(cached), *state.drafts[max(0, cached - request.length) :]]
-
-    def _fit(self, logits: Tensor) -> Tensor:
-        """Return the logits of the target's vocabulary: padding dropped, or -inf added."""
-        missing = self._vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
 
     def _draw(
         self, eager: Sequence[tuple[Request, DraftState[S]]], logits: Tensor, budget: Budget
@@ -257,43 +264,29 @@ class ModelDrafter(Generic[S]):
         paths = [tuple(state.drafts) for state in states]
         rows = Rows(requests, range(len(eager)), [len(path) for path in paths], lambda: paths)
         guess = target_distribution(logits, rows)
-        starts = torch.tensor([request.position for request in requests], device=logits.device)
-        seeds = budget.draft_seeds(guess.seeds, starts)
-        drawn = guess.draw(budget.coins, seeds)
-        every = guess.logits.softmax(-1)
-        probs = guess.probs() if budget.rule != "match" else None
-        confident = every.gather(-1, drawn[:, None])[:, 0].tolist()
+        every, probs = guess.logits.softmax(-1), None
+        if budget.rule == "match":
+            drawn = guess.ranked(budget.coins, 1 + self._siblings if budget.trees else 1)
+        else:
+            starts = torch.tensor([request.position for request in requests], device=logits.device)
+            drawn = guess.draw(budget.coins, budget.draft_seeds(guess.seeds, starts))[:, None]
+            probs = guess.probs()
+        claims = every.gather(-1, drawn).tolist()
+        confident = [own[0] for own in claims]
         if any(math.isnan(probability) for probability in confident):
             raise DraftFault("the draft model's logits are not numbers")
-        if budget.trees and budget.rule == "match":
-            self._draw_siblings(states, guess, drawn, every, budget, seeds)
         chances = confident if budget.chances is None else budget.chances(requests, confident)
-        numbers = zip(states, drawn.tolist(), confident, chances, strict=True)
-        for i, (state, token, probability, chance) in enumerate(numbers):
-            state.drafts.append(token)
-            state.confidences.append(min(1.0, probability))
+        columns = zip(states, drawn.tolist(), claims, chances, strict=True)
+        for i, (state, tokens, sure, chance) in enumerate(columns):
+            for token, claim in zip(tokens[1:], sure[1:], strict=True):
+                if claim > 0.0:  # else there is no other token
+                    reached = state.survival * claim
+                    state.siblings.append((reached, len(state.drafts), token, min(1.0, claim)))
+            state.drafts.append(tokens[0])
+            state.confidences.append(min(1.0, sure[0]))
             state.survival *= chance
             if probs is not None:
                 state.probs.append(probs[i])
-
-    def _draw_siblings(
-        self,
-        states: Sequence[DraftState[S]],
-        guess: TargetDistribution,
-        drawn: Tensor,
-        every: Tensor,
-        budget: Budget,
-        seeds: Tensor,
-    ) -> None:
-        """Draw what would have been drawn, had the tokens before it been impossible."""
-        for _ in range(self._siblings):
-            guess = replace(guess, logits=guess.logits.scatter(-1, drawn[:, None], -math.inf))
-            drawn = guess.draw(budget.coins, seeds)
-            chances = every.gather(-1, drawn[:, None])[:, 0].tolist()
-            for state, token, chance in zip(states, drawn.tolist(), chances, strict=True):
-                if chance > 0.0:  # else there is no other token
-                    reached = state.survival * chance
-                    state.siblings.append((reached, len(state.drafts), token, min(1.0, chance)))
 
     def _draft(self, state: DraftState[S], most: int, budget: Budget) -> Draft[Any]:
         if budget.rule != "match" and state.drafts:

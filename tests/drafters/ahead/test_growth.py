@@ -194,7 +194,7 @@ def test_calibration_learns_who_is_right(runner):
     first, *others = of(True)
     assert first < 0.1
     assert others == [0.95] * 2  # of another rank, or drawn, nothing is known
-    assert of(False) == pytest.approx([0.6, 0.18, 0.054])
+    assert of(False) == pytest.approx([0.8, 0.16, 0.032])
 
 
 @pytest.mark.parametrize("wrong", [{"width": 0}, {"fan_out": 0}, {"min_chance": 2.0}])

@@ -29,7 +29,7 @@ from outrider.hosts.sglang.heads import HeadSource, draft_kind
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import Profile
 from outrider.hosts.sglang.slot_blocks import SglangBlocks
-from outrider.hosts.sglang.slot_heads import SglangHead
+from outrider.hosts.sglang.slot_heads import MAX_BRANCHES, SglangHead
 
 TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
 TARGET, HEAD, DFLASH = TINY / "target", TINY / "head", TINY / "dflash"
@@ -79,6 +79,7 @@ def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, record_property)
     drafters = {
         "eagle3": {},
         "tree": {"path": str(HEAD), "siblings": 2, "min_survival": 0.0},
+        "wide": {"path": str(HEAD), "width": 3, "min_survival": 0.0},
         "random": {"path": str(random_head(tmp_path / "random")), "min_survival": 0.0},
         "dflash": {"path": str(DFLASH), "siblings": 1, "min_survival": 0.0},
         "any": {"path": str(random_head(tmp_path / "any", DFLASH)), "min_survival": 0.0},
@@ -92,7 +93,7 @@ def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, record_property)
     phases = parity.seeded_phases("stories260k", 90, 32, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_seeded(bare, ours, phases, (4, 16), drafters)
-        parity.check_traffic(ours, drafters=["eagle3", "tree", "dflash"])
+        parity.check_traffic(ours, drafters=["eagle3", "tree", "wide", "dflash"])
         fallbacks = {k: v for k, v in ours.metrics().items() if "fallbacks_total{" in k and v}
         assert not fallbacks
     comparison.conclude(0.0)
@@ -325,6 +326,38 @@ def test_slots_hold_what_a_cache_of_its_own_holds(head, runner):
 
 
 @torch.inference_mode()
+def test_slots_hold_branches(head, runner):
+    """Drafts of a tree that follow the same token: each sees its own way, and nothing else."""
+    told = Told(head, runner)
+    told.prefill(a=(0, 70), b=(0, 9))
+    told.extend(a=[7], b=[5])
+    both, free = [], len(told.slot._scratch)
+
+    def read(*steps):
+        """Read a draft for each branch of these. Return the branches of both heads."""
+        pairs = [(told.slot.fork(x), told.plain.fork(y)) for (x, y), _ in steps]
+        tokens = [[token] for _, token in steps]
+        ours = told.slot.extend([*zip([x for x, _ in pairs], tokens, strict=True)])
+        theirs = told.plain.extend([*zip([y for _, y in pairs], tokens, strict=True)])
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+        both.extend(pairs)
+        return pairs
+
+    a, b = (
+        (told.slot.open(SimpleNamespace(req=told.reqs[name])), told.sequences[name])
+        for name in ("a", "b")
+    )
+    first, second, third = read((a, 3), (a, 4), (b, 3))
+    deep, _, _ = read((first, 9), (third, 9), (first, 8))
+    read((deep, 1), (second, 1))
+    for branch, _ in both:
+        told.slot.close(branch)
+    assert len(told.slot._scratch) == len(set(told.slot._scratch)) == free
+    # the text's own slots are as they were
+    torch.testing.assert_close(*told.extend(a=[3], b=[3]), atol=2e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
 def test_a_prefix_in_the_radix_cache_has_its_states(head, runner):
     """Another request goes on from slots that the first one has filled."""
     told = Told(head, runner)
@@ -415,7 +448,7 @@ def test_states_that_cannot_be_read_are_a_fault_of_drafting(head, runner):
 
 def test_what_a_token_takes(head, dflash, runner):
     made = SglangHead(head, runner, [1, 2, 3])
-    assert made.pool_bytes == HeadSource(str(HEAD)).cell_bytes(4) * 601
+    assert made.pool_bytes == HeadSource(str(HEAD)).cell_bytes(4) * (601 + MAX_BRANCHES)
     blocks = SglangBlocks(dflash, runner, [1, 2, 3])
     scratch = slot_blocks.MAX_BLOCKS * dflash.block.size
     assert blocks.pool_bytes == HeadSource(str(DFLASH)).cell_bytes(4) * (601 + scratch)

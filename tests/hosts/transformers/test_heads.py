@@ -35,26 +35,34 @@ def plain(target, prompts):
 
 
 KINDS = ("eagle3", "mtp", "dflash")
+SHAPES = {
+    "chain": {"min_survival": 0.0},
+    "leaves": {"min_survival": 0.7, "siblings": 2},  # they take the room that a short chain leaves
+    "tree": {"min_survival": 0.0, "width": 3},
+}
 CASES = [
-    *((f"{kind} {state}", sampling, siblings)
+    *((f"{kind} {state}", sampling, shape)
       for kind in KINDS for state in ("random", "trained") for sampling in SAMPLING
-      for siblings in ((0, 2) if state == "trained" else (0,))),
-    *((f"{kind} {state}", "T=0.7", 2) for kind in KINDS for state in ("shifted", "layers")),
-    ("eagle random", "greedy", 2),
+      for shape in (("chain", "leaves") if state == "trained" else ("chain",))),
+    *((f"{kind} {state}", "T=0.7", "leaves") for kind in KINDS for state in ("shifted", "layers")),
+    ("eagle random", "greedy", "leaves"),
+    *((f"{kind} trained", sampling, "tree") for kind in ("eagle3", "mtp") for sampling in SAMPLING),
+    *((f"eagle3 {state}", "T=0.7", "tree") for state in ("random", "shifted", "layers")),
+    ("eagle random", "greedy", "tree"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "kind", "siblings"), CASES)
-def test_the_tokens_are_those_of_plain_decoding(name, kind, siblings, target, prompts, plain):
-    # siblings take the room that a chain leaves when it ends early
-    drafter = made(name, target, min_survival=0.7 if siblings else 0.0, siblings=siblings)
+@pytest.mark.parametrize(("name", "kind", "shape"), CASES)
+def test_the_tokens_are_those_of_plain_decoding(name, kind, shape, target, prompts, plain):
+    drafter = made(name, target, **SHAPES[shape])
     done = outrider.generate(
-        target, prompts, drafter=drafter, sampling=SAMPLING[kind], exactness="bitwise", max_drafts=6
-    )
+        target, prompts, drafter=drafter, sampling=SAMPLING[kind], exactness="bitwise",
+        max_drafts=16 if shape == "tree" else 6,
+    )  # fmt: skip
     assert done.outputs == plain[kind]
     assert done.stats.drafted > 60
-    leaves = done.stats.drafted - sum(done.stats.proposed_at.values())
-    assert bool(leaves) == bool(siblings)
+    branched = done.stats.drafted - sum(done.stats.proposed_at.values())
+    assert bool(branched) == (shape != "chain")
     assert not done.stats.fallbacks
 
 

@@ -13,7 +13,11 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 heads_parity = pytest.importorskip("heads_parity")
 
-CELLS = [("mtp trained", 0, "greedy"), ("mtp layers", 2, "T=0.7")]
+CELLS = [
+    ("mtp trained", "chain", "greedy"),
+    ("mtp layers", "leaves", "T=0.7"),
+    ("mtp trained", "tree", "T=0.7"),
+]
 
 
 def unmet(result):
@@ -22,8 +26,8 @@ def unmet(result):
 
 def test_the_same_tokens_are_the_same():
     result = heads_parity.compare(CELLS, requests=2, tokens=12)
-    assert [cell["tokens_compared"] for cell in result["cells"]] == [24, 24]
-    assert (result["tokens_compared"], result["tokens_different"]) == (48, 0)
+    assert [cell["tokens_compared"] for cell in heads_parity.all_cells(result)] == [24] * 3
+    assert (result["tokens_compared"], result["tokens_different"]) == (72, 0)
     assert unmet(result) == ["200,000 tokens or more are compared"]
 
 
@@ -69,8 +73,8 @@ def test_files_are_trained_on_or_held_out():
 def test_what_was_compared_is_all_of_it():
     """The committed result has every head and sampling, and meets its goals."""
     result = json.loads(heads_parity.RESULT.read_text())
-    assert {(c["head"], c["siblings"], c["sampling"]) for c in result["cells"]} == set(
-        heads_parity.CELLS
-    )
+    cells = heads_parity.all_cells(result)
+    assert {(c["head"], c["shape"], c["sampling"]) for c in cells} == set(heads_parity.CELLS)
     assert not unmet(result)
-    assert "dirty" not in result["provenance"]["commit"]
+    for shape in result["shapes"].values():
+        assert "dirty" not in shape["provenance"]["commit"]

@@ -29,28 +29,15 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
-from outrider.core import (
-    Bools,
-    Coins,
-    DraftFault,
-    Floats,
-    Request,
-    Rows,
-    target_distribution,
-)
-from outrider.drafters.model import CachedLength
+from outrider.core import Coins, Request, Rows
+from outrider.drafters.calibration import Calibration
+from outrider.drafters.trees import CachedLength, likely_tokens
 
 S = TypeVar("S", bound=CachedLength)
 K = TypeVar("K", bound=Hashable)
 
 MAX_CHUNK = 512
 """The most tokens of a text that one pass reads: others do not wait long for a long prompt."""
-
-BINS = 10
-"""Ranges of confidence that are told apart."""
-
-PRIOR, MEMORY = 8.0, 512.0
-"""How many observations a chance counts for before the first one, and at most."""
 
 
 class BranchingModel(Protocol[S]):
@@ -180,40 +167,6 @@ class Grown(NamedTuple):
     first: int
     tokens: list[int]
     sure: list[float]
-
-
-class Calibration:
-    """How often a child of a node was right, by its rank and by how sure the draft model was.
-
-    Before anything is known: a greedy child is as likely as the draft model says. With shared coins
-    a token that is drawn is right wherever the two models agree, however unlikely it was to be
-    drawn: its chance falls with the rank only.
-
-    ranks: how many children a node has
-    """
-
-    def __init__(self, ranks: int) -> None:
-        drawn = np.repeat(0.6 * 0.3 ** np.arange(ranks)[:, None], BINS, 1)
-        greedy = np.repeat((np.arange(BINS)[None] + 0.5) / BINS, ranks, 0)
-        self._rates = np.stack([drawn, greedy])
-        self._seen = np.full(self._rates.shape, PRIOR)
-
-    def of(self, claimed: Floats, greedy: Bools) -> Floats:
-        """Return the chance of each child, given that its parent was right.
-
-        claimed: [N, ranks]; greedy: [N] -> [N, ranks]
-        """
-        bins = np.minimum(BINS - 1, (claimed * BINS).astype(np.int64))
-        rates: Floats = self._rates[
-            greedy.astype(np.int64)[:, None], np.arange(bins.shape[1]), bins
-        ]
-        return rates
-
-    def observe(self, rank: int, claimed: float, greedy: bool, right: bool) -> None:
-        """Learn whether a child was right; what is long ago fades."""
-        place = int(greedy), rank, min(BINS - 1, int(claimed * BINS))
-        self._seen[place] = seen = min(MEMORY, self._seen[place] + 1)
-        self._rates[place] += (right - self._rates[place]) / seen
 
 
 class Growth(Generic[K, S]):
@@ -402,13 +355,9 @@ class Growth(Generic[K, S]):
             depths=[node.depth - text.root.depth for text, node in read],
             paths=lambda: [_path(node) for _, node in read],
         )
-        guess = target_distribution(logits, rows)
-        drawn = guess.ranked(self._coins, self._fan_out)
-        claims = guess.logits.softmax(-1).gather(-1, drawn).cpu().numpy()
-        if np.isnan(claims).any():
-            raise DraftFault("the draft model's logits are not numbers")
-        sure = np.clip(self.calibration.of(claims, np.array(guess.greedy)), 1e-9, 1.0)
-        columns = drawn.tolist(), claims.tolist(), sure.tolist(), np.log(sure).tolist()
+        tokens, claims, greedy = likely_tokens(logits, rows, self._coins, self._fan_out)
+        sure = self.calibration.of(np.array(claims), np.array(greedy))
+        columns = tokens, claims, sure.tolist(), np.log(sure).tolist()
         return [self._add(*part) for part in zip(read, *columns, strict=True)]
 
     def _add(

@@ -125,6 +125,8 @@ class HeadSequence(ToldSequence):
 class HeadModel:
     """Runs a head for `ModelDrafter`. The prompt is read in pieces of at most `max_catch_up`."""
 
+    max_branches = 1 << 16
+
     def __init__(self, head: Head, max_unread: int = 512, max_catch_up: int = 2048) -> None:
         self.head = head
         self.vocab_size, self.max_length = head.config.vocab_size, head.config.max_length
@@ -156,6 +158,10 @@ class HeadModel:
             sequence.own = mine[-1]
             sequence.drop_read()
 
+    def fork(self, sequence: HeadSequence) -> HeadSequence:
+        """Return a branch, which goes on from the head's own state."""
+        return HeadSequence(cache=sequence.cache.fork(), own=sequence.own)
+
     def truncate(self, sequence: HeadSequence, length: int) -> None:
         """Forget the pairs beyond this length."""
         sequence.cache.truncate(max(0, length - 1))
@@ -174,8 +180,9 @@ class StateDrafter(ModelDrafter[T]):
         vocab_size: int,
         min_survival: float,
         siblings: int,
+        width: int = 0,
     ) -> None:
-        super().__init__(model, vocab_size, min_survival, siblings)
+        super().__init__(model, vocab_size, min_survival, siblings, width)
         self.name, self.hidden_layers, self._head = head.name, head.hidden_layers, head
 
     @torch.inference_mode()
@@ -206,6 +213,11 @@ class HeadDrafter(StateDrafter[HeadSequence]):
     """Drafts with a head of the target, one token a pass."""
 
     def __init__(
-        self, head: Head, vocab_size: int, min_survival: float = 0.3, siblings: int = 0
+        self,
+        head: Head,
+        vocab_size: int,
+        min_survival: float = 0.3,
+        siblings: int = 0,
+        width: int = 0,
     ) -> None:
-        super().__init__(HeadModel(head), head, vocab_size, min_survival, siblings)
+        super().__init__(HeadModel(head), head, vocab_size, min_survival, siblings, width)

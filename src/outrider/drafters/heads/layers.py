@@ -318,6 +318,14 @@ class HeadCache:
         """Forget the rows beyond this length."""
         self.length = min(self.length, length)
 
+    def fork(self) -> HeadCache:
+        """Return a copy, with room for a few rows more."""
+        branch = HeadCache()
+        branch.length = self.length
+        for layer, kept in self._kept.items():
+            branch._kept[layer] = kept[:, : self.length + 8].clone()
+        return branch
+
 
 class SequencePass:
     """A pass over sequences that have a cache each. When it is over, `keep` what it appended.

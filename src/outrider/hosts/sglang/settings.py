@@ -61,7 +61,7 @@ REFUSED: tuple[tuple[str, str, Test], ...] = (
     ("--is-embedding", "serve without speculation", lambda a: a.is_embedding),
     (
         "--speculative-eagle-topk above 1",
-        "leave it out: siblings in the profile make trees",
+        "leave it out: width in the profile makes trees",
         lambda a: a.speculative_eagle_topk not in (None, 1),
     ),
     ("--speculative-adaptive", "it tunes SGLang's EAGLE", lambda a: a.speculative_adaptive),

@@ -10,13 +10,15 @@ leaves the device.
 and their own keys and values. The pair of the token at position p (see `eagle3`) needs x of
 position p - 1, and its keys and values are in the slot of p. The first token is no pair: attention
 begins at position 1. When the head drafts, its own states stand in the slots of the tokens that the
-target has yet to read. The pass that verifies the drafts writes over them.
+target has yet to read. The pass that verifies the drafts writes over them. Drafts of a tree that
+follow the same token cannot share a slot: each branch has scratch slots behind the target's.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,9 @@ from outrider.hosts.sglang.slot_attention import PoolPass
 
 FEW_ROWS = 32
 """Sequences with at most so many new rows are read side by side; one with more is a prompt."""
+
+MAX_BRANCHES = 1024
+"""Drafts of trees that can be read in a step: so many have scratch slots."""
 
 
 def extended_rows(batch: Any) -> tuple[Ints, Ints]:
@@ -119,18 +124,33 @@ class SlotHead(ABC):
             raise RuntimeError(fault)
 
 
+@dataclass(eq=False)
+class Branch(DraftSequence):
+    """A branch of a request's sequence: what follows the text is in scratch slots.
+
+    text: how many tokens are in the target's slots
+    tail: the slots of those that follow
+    """
+
+    text: int = 0
+    tail: tuple[int, ...] = ()
+
+
 class SglangHead(SlotSequences, SlotHead):
     """Runs a head that reads pairs over rows in the target's slots."""
 
     max_unread = FEW_ROWS
     max_catch_up = 2048
+    max_branches = MAX_BRANCHES
 
     def __init__(self, head: Head, runner: Any, captured: Sequence[int]) -> None:
         SlotHead.__init__(self, head, runner, captured)
         SlotSequences.__init__(self)
         self.head, config = head, head.config
-        self._x = self._new_pool(self._num_slots, config.hidden_size)
-        self._pool = self._new_pool(1, 2, self._num_slots, config.num_kv_heads, config.head_dim)
+        slots, self._scratch = self._num_slots + MAX_BRANCHES, list[int]()
+        self._scratch += range(self._num_slots, slots)
+        self._x = self._new_pool(slots, config.hidden_size)
+        self._pool = self._new_pool(1, 2, slots, config.num_kv_heads, config.head_dim)
 
     @staticmethod
     def cell(config: HeadConfig) -> int:
@@ -164,6 +184,8 @@ class SglangHead(SlotSequences, SlotHead):
     def extend(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> Tensor:
         """Read tokens. Return the logits after the last one of each sequence, [B, V]."""
         self._raise_fault()
+        if isinstance(segments[0][0], Branch):
+            return self._extend_branches(segments)
         states, slots, owners = self._append(segments)
         ends = to_device(
             np.searchsorted(owners, np.arange(len(segments)), "right") - 1, slots.device
@@ -171,6 +193,59 @@ class SglangHead(SlotSequences, SlotHead):
         last = states[ends]
         self._x[slots[ends]] = last  # drafting goes on from them; the target has none for these
         return self.head.logits(last)
+
+    def fork(self, sequence: DraftSequence) -> Branch:
+        """Return a branch, which goes on from the head's own state."""
+        if isinstance(sequence, Branch):
+            return replace(sequence)
+        return Branch(sequence.req_pool_idx, sequence.length, sequence.length)
+
+    def close(self, sequence: DraftSequence) -> None:
+        """Give back the slot of a branch: the others are of branches before it, or the target's."""
+        if isinstance(sequence, Branch) and sequence.tail:
+            self._scratch.append(sequence.tail[-1])
+
+    def _extend_branches(self, segments: Sequence[tuple[Any, Sequence[int]]]) -> Tensor:
+        """Read one draft for each branch. Return the logits after it, [B, V]."""
+        branches: list[Branch] = [branch for branch, _ in segments]
+        device, count = self._table.device, len(branches)
+        positions = np.array([branch.length for branch in branches])
+        texts, deepest = [branch.text for branch in branches], 0
+        before = [branch.tail[-1] if branch.tail else -1 for branch in branches]
+        for branch in branches:
+            branch.tail, branch.length = (*branch.tail, self._scratch.pop()), branch.length + 1
+            deepest = max(deepest, len(branch.tail))
+        # each branch's own line of slots: its text, and behind it what it has drafted
+        longest = max(texts)
+        tails = np.zeros((count, deepest), np.int64)
+        places = np.full((count, deepest), longest + deepest)  # what is not there goes to the end
+        for row, branch in enumerate(branches):
+            depth = len(branch.tail)
+            tails[row, :depth], places[row, :depth] = branch.tail, branch.text + np.arange(depth)
+        given = [[tokens[0] for _, tokens in segments], [b.req_pool_idx for b in branches]]
+        own = [branch.tail[-1] for branch in branches]
+        token, line, last, slot, position = to_device(
+            np.array([*given, before, own, positions]), device
+        )
+        table = self._table.new_zeros(count, longest + deepest + 1)
+        table[:, :longest] = self._table[line, :longest]
+        owner = torch.arange(count, device=device)
+        columns = to_device(places, device), to_device(tails, device).to(table.dtype)
+        table[owner[:, None], columns[0]] = columns[1]
+        text_last = self._table[line, position - 1].long()
+        attend = PoolPass(
+            self._pool,
+            slot,
+            lines=owner,
+            lens=position,
+            table=table[:, 1:],
+            counts=np.ones(count, np.int64),
+            ends=positions,
+        )
+        x = self._x[torch.where(last < 0, text_last, last)]
+        states = self.head(token, x, position, attend)
+        self._x[slot] = states
+        return self.head.logits(states)
 
     @torch.inference_mode()
     def catch_up(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> None:
@@ -234,9 +309,14 @@ class SglangHeadDrafter(ModelDrafter[DraftSequence]):
     """Drafts with a head whose states are in the target's slots."""
 
     def __init__(
-        self, model: SglangHead, vocab_size: int, min_survival: float = 0.3, siblings: int = 0
+        self,
+        model: SglangHead,
+        vocab_size: int,
+        min_survival: float = 0.3,
+        siblings: int = 0,
+        width: int = 0,
     ) -> None:
-        super().__init__(model, vocab_size, min_survival, siblings)
+        super().__init__(model, vocab_size, min_survival, siblings, width)
         self.name = model.name
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:

@@ -78,6 +78,7 @@ class Runner:
 
     max_unread = 1024
     max_catch_up = 4096
+    max_branches = 1 << 16
 
     def __init__(self, model: PreTrainedModel, exactness: Exactness = "lossless") -> None:
         exactness = current_name(exactness)
