@@ -256,6 +256,8 @@ class TreeDrafting(Generic[S]):
 def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """Return the logits of the target's vocabulary: padding dropped, or -inf added."""
     missing = vocab_size - logits.shape[-1]
+    if not missing:
+        return logits
     return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
 
 

@@ -177,7 +177,8 @@ class SglangHead(SlotSequences, SlotHead):
         if len(rows):
             row, owner = to_device(np.stack([rows, owners[rows]]), self._table.device)
             lines = batch.req_pool_indices[owner]
-            self._read(batch.input_ids[row], lines, positions[rows], owners[rows])
+            counts = np.bincount(owners[rows])
+            self._read(batch.input_ids[row], lines, positions[rows], counts)
         self.note_prefill(batch, is_read=True)
 
     @torch.inference_mode()
@@ -186,13 +187,12 @@ class SglangHead(SlotSequences, SlotHead):
         self._raise_fault()
         if isinstance(segments[0][0], Branch):
             return self._extend_branches(segments)
-        states, slots, owners = self._append(segments)
-        ends = to_device(
-            np.searchsorted(owners, np.arange(len(segments)), "right") - 1, slots.device
-        )
-        last = states[ends]
-        self._x[slots[ends]] = last  # drafting goes on from them; the target has none for these
-        return self.head.logits(last)
+        states, slots, counts = self._append(segments)
+        if len(slots) > len(segments):
+            ends = to_device(np.cumsum(counts) - 1, slots.device)
+            states, slots = states[ends], slots[ends]
+        self._x[slots] = states  # drafting goes on from them; the target has none for these
+        return self.head.logits(states)
 
     def fork(self, sequence: DraftSequence) -> Branch:
         """Return a branch, which goes on from the head's own state."""
@@ -255,43 +255,42 @@ class SglangHead(SlotSequences, SlotHead):
     def run(self, batch: Any) -> Tensor:
         """Read the rows of the host's decode batch, for nothing but the time it takes."""
         positions = batch.seq_lens_cpu.numpy() - 1
-        owners = np.arange(len(positions))
-        states, _ = self._read(batch.input_ids, batch.req_pool_indices, positions, owners)
+        counts = np.ones(len(positions), np.int64)
+        states, _ = self._read(batch.input_ids, batch.req_pool_indices, positions, counts)
         return self.head.logits(states)
 
     def _append(
         self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]
     ) -> tuple[Tensor, Tensor, Ints]:
-        """Read tokens. Return their rows' states and slots, and which sequence each belongs to."""
+        """Read tokens. Return their rows' states and slots, and how many rows each sequence has."""
         tokens: list[int] = []
         lines: list[int] = []
         positions: list[int] = []
-        owners: list[int] = []
-        for owner, (sequence, new) in enumerate(segments):
+        counts: list[int] = []
+        for sequence, new in segments:
             first = max(1, sequence.length)  # the first token is no pair
             new = new[first - sequence.length :]
             tokens += new
             positions += range(first, first + len(new))
             lines += [sequence.req_pool_idx] * len(new)
-            owners += [owner] * len(new)
+            counts.append(len(new))
         token, line = to_device(np.array([tokens, lines]), self._table.device)
-        states, slots = self._read(token, line, np.array(positions), np.array(owners))
+        states, slots = self._read(token, line, np.array(positions), np.array(counts))
         for sequence, new in segments:
             sequence.length += len(new)
-        return states, slots, np.array(owners)
+        return states, slots, np.array(counts)
 
     def _read(
-        self, tokens: Tensor, lines: Tensor, positions: Ints, owners: Ints
+        self, tokens: Tensor, lines: Tensor, positions: Ints, counts: Ints
     ) -> tuple[Tensor, Tensor]:
         """Read pairs. Return the states that follow and their slots, [N, H] and [N].
 
         tokens, lines: [N] on the device; lines of the host's table
-        positions, owners: [N] on the host; rows of one owner stand beside each other, in order
+        positions: [N] on the host
+        counts: rows of each sequence, on the host; they stand beside each other, in order
         """
-        position = to_device(positions, self._table.device)
+        position, counts = to_device(positions, self._table.device), counts[counts > 0]
         slots, before = self._table[lines, position].long(), self._table[lines, position - 1].long()
-        firsts = np.flatnonzero(np.diff(owners, prepend=-1))
-        counts = np.diff(firsts, append=len(owners))
         attend = PoolPass(
             self._pool,
             slots,
@@ -299,7 +298,7 @@ class SglangHead(SlotSequences, SlotHead):
             lens=position,  # positions 1 to p are p keys
             table=self._table[:, 1:],
             counts=counts,
-            ends=positions[firsts] + counts - 1,
+            ends=positions[np.cumsum(counts) - 1],
             is_prompt=int(counts.max()) > FEW_ROWS,
         )
         return self.head(tokens, self._x[before], position, attend), slots

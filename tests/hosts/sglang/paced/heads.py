@@ -1,0 +1,110 @@
+"""A head on the paced device: what a real one said of recorded texts, and when.
+
+A state is no activation here. It says where in its text a token stands: the text's number, the
+shift of its ids, the output token that comes next, and the depth: how many passes of the head lie
+between it and a state of the target; -1 where drafts have left the text. So a head that is given
+the wrong states, or reads them in the wrong order, drafts other tokens, as a real one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.drafters.heads import head_layers, head_shape, read_config
+from paced.tensor import Timed
+from paced.texts import VOCABULARY, texts
+
+STATE = 4
+"""Numbers of a state that mean something."""
+
+MADE_UP = 64
+"""Lists of tokens off the text."""
+
+_plain = torch._C.DisableTorchFunctionSubclass
+
+
+class PacedHead:
+    """Stands for a head that is loaded from a directory.
+
+    enqueue: queues a pass of so many rows, and returns when it is done
+    wait: how to wait for that
+    """
+
+    name = "eagle3"
+
+    def __init__(
+        self,
+        folder: Path,
+        num_layers: int,
+        enqueue: Callable[[int], float],
+        wait: Callable[[float], None],
+    ) -> None:
+        found = read_config(folder)
+        self.config = head_shape(found, str(folder))
+        self.hidden_layers = head_layers(found, num_layers)
+        self._enqueue, self._wait = enqueue, wait
+        self._tokens, self._logs, self._rest = _tables()
+        longest = max(len(text.output) for text in texts())
+        self._output = np.zeros((len(texts()), longest), np.int64)
+        for own, text in zip(self._output, texts(), strict=True):
+            own[: len(text.output)] = text.output
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return weights: their type is that of the states."""
+        return {"fc.weight": torch.zeros(1)}
+
+    def reduce(self, states: Tensor) -> Tensor:
+        """Return what is kept of the target's states, [n, layers, H] -> [n, H]."""
+        return states[:, 0].float()
+
+    def __call__(self, tokens: Tensor, x: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        """Queue a pass. Return the states that follow, [N, H]."""
+        ready = self._enqueue(len(tokens))
+        with _plain():
+            which, shift, place, depth = x[:, :STATE].long().numpy().T
+            last = self._output.shape[1] - 1
+            expected = (self._output[which, place.clip(0, last)] + shift) % VOCABULARY
+            on_text = (depth >= 0) & ((place < 0) | (tokens.numpy() == expected))
+            states = torch.zeros_like(x)
+            follows = np.stack([which, shift, place + 1, np.where(on_text, depth + 1, -1)], -1)
+            states[:, :STATE] = torch.from_numpy(follows).to(x.dtype)
+        return Timed.of(states, ready, self._wait)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logs of the likely tokens' chances; the others are alike, [N, V]."""
+        with _plain():
+            which, shift, place, depth = states[:, :STATE].long().numpy().T
+            rows = np.arange(len(which))
+            deep, far = self._tokens.shape[2], self._tokens.shape[1]
+            known = (depth > 0) & (depth <= deep) & (place >= 0) & (place < far)
+            at = which, place.clip(0, far - 1), depth.clip(1, deep) - 1
+            made_up = (31 * place[:, None] + 7 * which[:, None] + np.arange(3)) * 97
+            ids = np.where(known[:, None], self._tokens[at], made_up[:, : self._tokens.shape[3]])
+            logits = np.repeat(self._rest[at][:, None], VOCABULARY, 1)
+            logits[rows[:, None], (ids + shift[:, None]) % VOCABULARY] = self._logs[at]
+        ready = states.ready if isinstance(states, Timed) else 0.0
+        return Timed.of(torch.from_numpy(logits), ready, self._wait)
+
+
+def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return of each text, place and depth the likely tokens, logs of chances, and of others."""
+    said = [text.head for text in texts()]
+    depth = max(len(depths) for head in said for depths in head)
+    count = max(len(ids) for head in said for depths in head for ids, _ in depths)
+    shape = len(said), max(map(len, said)), depth
+    tokens = np.zeros((*shape, count), np.int64)
+    tokens[:] = VOCABULARY - 1 - np.arange(count)  # what was not said is no token of a text
+    chances, rest = np.full((*shape, count), 0.1), np.full(shape, 0.1)
+    for text, head in enumerate(said):
+        for place, depths in enumerate(head):
+            for deep, (ids, own) in enumerate(depths):
+                tokens[text, place, deep], chances[text, place, deep] = ids, own
+    rest = np.maximum(1e-6, 1 - chances.sum(-1)) / VOCABULARY
+    logs = np.log(np.maximum(chances, rest[..., None]))
+    return tokens, logs.astype(np.float32), np.log(rest).astype(np.float32)
