@@ -14,7 +14,7 @@ from common_sglang import Suspendable, end_servers_at_sigterm
 from paced.clock import now
 from paced.device import Pass
 from paced.log import finished_log, steady
-from paced.model import FLAGS, write_model
+from paced.model import FLAGS, HEADED, write_head, write_model
 from paced.plugin import PLUGIN, VARIABLE
 from paced.texts import Prompt
 
@@ -27,6 +27,8 @@ class Contender:
     """A server.
 
     profile: of Outrider; None for bare SGLang
+    draft_model, head: what --speculative-draft-model-path names; with both, the profile names the
+        head
     stock: whether Outrider runs on a backend of SGLang's, which reads a request's cache for each
         row of a decode batch; on its own backend, once for all of them
     """
@@ -34,6 +36,7 @@ class Contender:
     flags: tuple[str, ...] = ()
     profile: dict[str, Any] | None = None
     draft_model: bool = False
+    head: bool = False
     stock: bool = False
 
 
@@ -57,7 +60,8 @@ def servers(
     end_servers_at_sigterm()
     folder = Path(tempfile.mkdtemp(prefix="outrider-paced-"))
     print(f"logs are in {folder}")
-    model = write_model(folder / "model")
+    with_head = any(contender.head for contender in contenders.values())
+    model = write_model(folder / "model", HEADED if with_head else 1)
     with ExitStack() as stack:
         running: dict[str, Paced] = {}
         for name, contender in contenders.items():
@@ -87,12 +91,18 @@ def _start(
         environment["SGLANG_PLUGINS"] = PLUGIN
         flags += ["--attention-backend", "torch_native"]
     else:
-        (folder / f"{stem}.yaml").write_text(json.dumps(contender.profile))
+        profile = contender.profile
+        if contender.head and contender.draft_model:
+            drafters = profile.get("drafters", {})
+            own = {"path": str(write_head(folder / "head")), **drafters.get("eagle3", {})}
+            profile = {**profile, "drafters": {**drafters, "eagle3": own}}
+        (folder / f"{stem}.yaml").write_text(json.dumps(profile))
         environment["OUTRIDER_CONFIG"] = str(folder / f"{stem}.yaml")
         backend = "torch_native" if contender.stock else "outrider"
         flags += ["--attention-backend", backend, "--speculative-algorithm", "OUTRIDER"]
-    if contender.draft_model:
-        flags += ["--speculative-draft-model-path", str(model)]
+    if contender.draft_model or contender.head:
+        path = model if contender.draft_model else write_head(folder / "head")
+        flags += ["--speculative-draft-model-path", str(path)]
     server = Paced(model, *flags, log=folder / f"{stem}.log", **environment)
     server.passes = passes
     return server

@@ -12,11 +12,11 @@ from paced.clock import now
 from paced.device import Device, Pass
 from paced.drafts import PacedBranches
 from paced.log import finished_log, steady
-from paced.model import FLAGS, write_model
+from paced.model import FLAGS, HEADED, write_head, write_model
 from paced.plugin import PLUGIN, VARIABLE, make_device
 from paced.profiles import H100_8B, PROFILES
 from paced.tensor import GreedyLogits, Timed
-from paced.texts import KINDS, MIXED, VOCABULARY, Answers, prompts, texts
+from paced.texts import KINDS, MIXED, STORIES, VOCABULARY, Answers, prompts, texts
 
 TOKENS = 60
 
@@ -208,7 +208,7 @@ def test_the_log_leaves_prefill_and_drain_out():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("paced") / "model")
+    return write_model(tmp_path_factory.mktemp("paced") / "model", HEADED)
 
 
 @pytest.fixture(scope="module")
@@ -238,8 +238,10 @@ def bare(paced):
 
 @pytest.fixture(scope="module")
 def ours(paced, model, tmp_path_factory):
-    profile = tmp_path_factory.mktemp("profile") / "profile.yaml"
-    profile.write_text(json.dumps({"drafter": "suffix", "drafters": {"model": {}}}))
+    folder = tmp_path_factory.mktemp("profile")
+    profile, head = folder / "profile.yaml", write_head(folder / "head")
+    drafters = {"model": {}, "eagle3": {"path": str(head)}, "tree": {"path": str(head), "width": 3}}
+    profile.write_text(json.dumps({"drafter": "suffix", "drafters": drafters}))
     return paced(
         "paced-ours",
         *("--attention-backend", "outrider", "--speculative-algorithm", "OUTRIDER"),
@@ -299,6 +301,17 @@ def test_outrider_writes_the_same_texts(both, options):
         assert found.tokens > 5.5 * found.steps
 
 
+@pytest.mark.parametrize("drafter", ["eagle3", "tree"])
+def test_a_head_drafts_what_a_real_one_did(both, drafter):
+    _, ours = both
+    asked = prompts(STORIES, 5)
+    tokens, passes = answers(ours, asked, drafter=drafter)
+    assert tokens == [prompt.output[:TOKENS] for prompt in asked]
+    assert {p.kind for p in passes} == {"prefill", "decode", "head_decode"}
+    found = steady(passes, 5)
+    assert found.tokens > 15 * found.steps
+
+
 def test_sampled_requests_are_refused(both):
     for server in both:
         params = {"temperature": 0.7, "max_new_tokens": 4}
@@ -314,6 +327,36 @@ def test_long_prompts_are_read_in_chunks(both):
     tokens, passes = answers(bare, asked)
     assert tokens == [prompt.output[:TOKENS] for prompt in asked]
     assert sum(p.kind == "prefill" for p in passes) > 1
+
+
+# -- a head
+
+
+def test_a_head_knows_a_place_by_its_states(tmp_path):
+    """In order, it says what was recorded at each depth; with other states, something else."""
+    device = Device(H100_8B)
+    head = device.head(write_head(tmp_path / "head"), HEADED)
+    [asked] = prompts(STORIES, 1, first=3)
+    which, shift = asked.ids[:2]
+    start, text = len(asked.ids), [*asked.ids, *asked.output]
+
+    def drafts(first, count, wrong=0):
+        """What the head drafts behind output token `first`, if the text goes on as it does."""
+        state = Answers().states(np.array([asked.ids[:4]]), np.array([start + first - 1 + wrong]))
+        x, found = torch.zeros(1, head.config.hidden_size), []
+        x[:, :4] = torch.from_numpy(state)
+        for i in range(first, first + count):
+            x = head(torch.tensor([text[start + i]]), x, None, None)
+            found.append(head.logits(x).argmax(-1).tolist()[0])
+        return found
+
+    said = texts()[which].head
+    expected = [(said[41 + i][i][0][0] + shift) % VOCABULARY for i in range(4)]
+    assert drafts(40, 4) == expected
+    assert drafts(40, 4, wrong=1) != expected
+    assert sum(drafts(i, 1)[0] == asked.output[i + 1] for i in range(100)) > 80
+    with pytest.raises(ValueError, match="no costs of a head"):
+        Device(PROFILES["mi300x-32b"]).head(tmp_path / "head", HEADED)
 
 
 # -- a draft server's

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from paced.clock import SPIN, now, wait_until
+from paced.heads import STATE, PacedHead
 from paced.profiles import CostProfile, PassCost
 from paced.tensor import GreedyLogits, Timed
 from paced.texts import HEADER, VOCABULARY, Answers
@@ -25,7 +26,7 @@ QUIET_SECONDS = 0.25
 class Pass:
     """One pass in the log.
 
-    kind: decode, prefill, draft_decode or draft_prefill
+    kind: decode, prefill, draft_decode, draft_prefill or head_decode
     queued: when the host launched it
     start, done: when the device begins and ends it
     read: when the host first asked for its result, and would have waited
@@ -64,6 +65,7 @@ class Device:
         self._spin = spin
         self._free_at = 0.0
         self._answers = Answers()
+        self._told: tuple[int, int] | None = None  # layers, and the size of a state
         self._memory = np.zeros(0, dtype=np.int64)
         # ready times are unique: passes of one queue never end together
         self._unread: dict[float, Pass] = {}
@@ -99,7 +101,8 @@ class Device:
         queued: when it was launched; by default now
         """
         queued = now() if queued is None else queued
-        model: PassCost = getattr(self.profile, "draft" if kind.startswith("draft") else "target")
+        whose, _, _ = kind.rpartition("_")
+        model: PassCost = getattr(self.profile, whose or "target")
         decode = kind.endswith("decode")
         cost = model.decode(rows, context) if decode else model.prefill(rows)
         start = max(queued, self._free_at)
@@ -111,8 +114,20 @@ class Device:
 
     # -- what a model runner asks for
 
+    def head(self, folder: Path, num_layers: int) -> PacedHead:
+        """Return a head whose passes this device runs. From now on the target tells states."""
+        if self.profile.head is None:
+            raise ValueError(f"{self.profile.name} has no costs of a head")
+
+        def enqueue(rows: int) -> float:
+            return self.enqueue("head_decode", rows, 0, rows, 0)
+
+        made = PacedHead(folder, num_layers, enqueue, self.wait)
+        self._told = len(made.hidden_layers), made.config.hidden_size
+        return made
+
     def forward(self, batch: Any, req_to_token: torch.Tensor, slots: int, is_draft: bool) -> Any:
-        """Queue the pass of a batch of SGLang's. Return its logits.
+        """Queue the pass of a batch of SGLang's. Return its logits and, if asked for, its states.
 
         slots: how many the cache has
         """
@@ -142,7 +157,7 @@ class Device:
         kind = "draft_decode" if is_draft else "decode"
         context = int(positions.sum()) if self.reads_each_row else position
         ready = self.enqueue(kind, len(lines), context, requests, position, launched)
-        return self._logits(lines, positions, req_to_token, ready, is_draft)
+        return self._said(lines, positions, req_to_token, ready, is_draft)
 
     def _verify(self, batch: Any, req_to_token: torch.Tensor) -> Any:
         """Queue a pass that reads each request's cache once, whatever the backend."""
@@ -151,7 +166,7 @@ class Device:
         context = int(lens.sum())
         ready = self.enqueue("decode", len(positions), context, len(lens), context, launched)
         lines = np.repeat(batch.req_pool_indices.numpy(), width)
-        return self._logits(lines, positions, req_to_token, ready, is_draft=False)
+        return self._said(lines, positions, req_to_token, ready, is_draft=False)
 
     def _prefill(self, batch: Any, req_to_token: torch.Tensor, is_draft: bool) -> Any:
         ids = batch.input_ids.numpy()
@@ -159,21 +174,43 @@ class Device:
         ready = self.enqueue(kind, len(ids), 0, len(batch.extend_seq_lens_cpu), 0)
         self._memory[batch.out_cache_loc.numpy()] = ids
         ends = np.cumsum(batch.extend_seq_lens_cpu) - 1
-        lines, positions = batch.req_pool_indices.numpy(), batch.positions.numpy()[ends]
-        return self._logits(lines, positions, req_to_token, ready, is_draft)
+        lines, positions = batch.req_pool_indices.numpy(), batch.positions.numpy()
+        logits, _ = self._said(lines, positions[ends], req_to_token, ready, is_draft)
+        if is_draft or self._told is None:
+            return logits, None
+        owners = np.repeat(lines, batch.extend_seq_lens_cpu)
+        return logits, self._states(self._headers(owners, req_to_token), positions, ready)
 
-    def _logits(
+    def _headers(self, lines: np.ndarray, req_to_token: torch.Tensor) -> np.ndarray:
+        found: np.ndarray = self._memory[req_to_token.numpy()[lines, :HEADER]]
+        return found
+
+    def _said(
         self,
         lines: np.ndarray,
         positions: np.ndarray,
         req_to_token: torch.Tensor,
         ready: float,
         is_draft: bool,
-    ) -> Any:
-        headers = self._memory[req_to_token.numpy()[lines, :HEADER]]
-        if not is_draft:
-            tokens = torch.from_numpy(self._answers.target(headers, positions))
-            return GreedyLogits.over(tokens, VOCABULARY, ready, self.wait)
+    ) -> tuple[Any, Any]:
+        """Return the logits after each row, and its states if there is a head."""
+        headers = self._headers(lines, req_to_token)
+        if is_draft:
+            return self._draft_logits(headers, positions, ready), None
+        tokens = torch.from_numpy(self._answers.target(headers, positions))
+        logits = GreedyLogits.over(tokens, VOCABULARY, ready, self.wait)
+        states = None if self._told is None else self._states(headers, positions, ready)
+        return logits, states
+
+    def _states(self, headers: np.ndarray, positions: np.ndarray, ready: float) -> Timed:
+        """Return the states of all layers that are told, [N, layers * H]: see `heads`."""
+        assert self._told is not None
+        layers, size = self._told
+        states = torch.zeros(len(positions), layers, size)
+        states[..., :STATE] = torch.from_numpy(self._answers.states(headers, positions))[:, None]
+        return Timed.of(states.flatten(1), ready, self.wait)
+
+    def _draft_logits(self, headers: np.ndarray, positions: np.ndarray, ready: float) -> Timed:
         best, confidences = self._answers.draft(headers, positions)
         logits = np.zeros((len(best), VOCABULARY), dtype=np.float32)
         chances = confidences.clip(2 / VOCABULARY, 1 - 1e-6)

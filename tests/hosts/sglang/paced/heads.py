@@ -67,29 +67,32 @@ class PacedHead:
         """Queue a pass. Return the states that follow, [N, H]."""
         ready = self._enqueue(len(tokens))
         with _plain():
-            which, shift, place, depth = x[:, :STATE].long().numpy().T
-            last = self._output.shape[1] - 1
-            expected = (self._output[which, place.clip(0, last)] + shift) % VOCABULARY
+            which, shift, place, depth = x.numpy()[:, :STATE].astype(np.int64).T
+            at = np.minimum(np.maximum(place, 0), self._output.shape[1] - 1)
+            expected = (self._output[which, at] + shift) % VOCABULARY
             on_text = (depth >= 0) & ((place < 0) | (tokens.numpy() == expected))
-            states = torch.zeros_like(x)
-            follows = np.stack([which, shift, place + 1, np.where(on_text, depth + 1, -1)], -1)
-            states[:, :STATE] = torch.from_numpy(follows).to(x.dtype)
-        return Timed.of(states, ready, self._wait)
+            states = np.zeros(x.shape, np.float32)
+            states[:, 0], states[:, 1], states[:, 2] = which, shift, place + 1
+            states[:, 3] = np.where(on_text, depth + 1, -1)
+            return Timed.of(torch.from_numpy(states), ready, self._wait)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logs of the likely tokens' chances; the others are alike, [N, V]."""
         with _plain():
-            which, shift, place, depth = states[:, :STATE].long().numpy().T
-            rows = np.arange(len(which))
-            deep, far = self._tokens.shape[2], self._tokens.shape[1]
+            which, shift, place, depth = states.numpy()[:, :STATE].astype(np.int64).T
+            _, far, deep, count = self._tokens.shape
             known = (depth > 0) & (depth <= deep) & (place >= 0) & (place < far)
-            at = which, place.clip(0, far - 1), depth.clip(1, deep) - 1
-            made_up = (31 * place[:, None] + 7 * which[:, None] + np.arange(3)) * 97
-            ids = np.where(known[:, None], self._tokens[at], made_up[:, : self._tokens.shape[3]])
-            logits = np.repeat(self._rest[at][:, None], VOCABULARY, 1)
-            logits[rows[:, None], (ids + shift[:, None]) % VOCABULARY] = self._logs[at]
-        ready = states.ready if isinstance(states, Timed) else 0.0
-        return Timed.of(torch.from_numpy(logits), ready, self._wait)
+            at = np.where(known, (which * far + place) * deep + depth - 1, 0)
+            ids = self._tokens.reshape(-1, count)[at]
+            if not known.all():
+                made_up = 97 * (31 * place + 7 * which)[:, None] + np.arange(count)
+                ids = np.where(known[:, None], ids, made_up)
+            logits = np.empty((len(at), VOCABULARY), np.float32)
+            logits[:] = self._rest.ravel()[at][:, None]
+            rows = np.arange(len(at))[:, None]
+            logits[rows, (ids + shift[:, None]) % VOCABULARY] = self._logs.reshape(-1, count)[at]
+            ready = states.ready if isinstance(states, Timed) else 0.0
+            return Timed.of(torch.from_numpy(logits), ready, self._wait)
 
 
 def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -81,9 +81,14 @@ def _lay_hooks(setting: str) -> None:
         if batch.forward_mode.is_idle():
             return original(self, batch, *args, **kwargs)
         table, slots = self.req_to_token_pool.req_to_token, self.token_to_kv_pool_allocator.size + 1
-        logits = device().forward(batch, table, slots, self.is_draft_worker)
-        output = LogitsProcessorOutput(next_token_logits=logits)
+        logits, states = device().forward(batch, table, slots, self.is_draft_worker)
+        output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=states)
         return model_runner.ModelRunnerOutput(logits_output=output, can_run_graph=False)
+
+    def load_head(
+        folder: Path, embedding: Any, num_layers: int, lm_head: Any = None, kind: Any = None
+    ) -> Any:
+        return device().head(folder, num_layers)
 
     hooks = {
         "model_executor.model_runner.ModelRunner._forward_raw": (forward_raw, HookType.AROUND),
@@ -96,6 +101,7 @@ def _lay_hooks(setting: str) -> None:
         for kernel in ("draft_rows", "accept"):
             name = f"outrider.hosts.sglang.on_device.{kernel}"
             HookRegistry.register(name, run_kernel, HookType.AROUND)
+        HookRegistry.register("outrider.hosts.sglang.heads.load_head", load_head, HookType.REPLACE)
     if make_device(setting).reads_each_row:
         _verify_by_target()
     if file := os.environ.get(recorder.VARIABLE):

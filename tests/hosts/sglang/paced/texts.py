@@ -8,6 +8,9 @@ acceptance is that of the real text.
 A prompt begins with a header of four tokens which tells the device the text, how its ids are
 shifted, and where its output begins. Each request of a batch has a shift of its own, so that nobody
 can draft from another request's text.
+
+Stories are a kind of their own: a smaller model wrote them, and a head of it said what follows, at
+each depth.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import numpy as np
 
 VOCABULARY = 1024
 KINDS = ("code", "edit", "chat", "prose", "json")
-MIXED = "mixed"
+STORIES, MIXED = "stories", "mixed"
 HEADER = 4
 UNKNOWN = 0.05
 """Confidence of the draft model where nothing was recorded: at the first token of an output."""
@@ -32,6 +35,7 @@ UNSAID = ([-1], [UNKNOWN])
 """What is likely there."""
 
 FILE = Path(__file__).parents[3] / "control" / "traces.json.gz"
+HEAD_FILE = Path(__file__).parent / "stories.json.gz"
 ROTATIONS = 4
 
 
@@ -43,6 +47,7 @@ class Text:
     drafted, confidences: [len(output)] what the draft model said at each output token, and how sure
         it was
     likely: [len(output)] the tokens that it thought likely there, and their chances
+    head: [len(output)] what a head thought likely there, as `likely`, at depth 1, 2, ...
     """
 
     kind: str
@@ -51,16 +56,20 @@ class Text:
     drafted: tuple[int, ...]
     confidences: tuple[float, ...]
     likely: tuple[tuple[list[int], list[float]], ...]
+    head: tuple[list[tuple[list[int], list[float]]], ...]
 
 
 @lru_cache(maxsize=1)
 def texts() -> tuple[Text, ...]:
-    """Return all texts: each kind's traces, beginning with another one each."""
+    """Return all texts: each kind's traces, beginning with another one each; stories last."""
     traces = json.loads(gzip.decompress(FILE.read_bytes()))["traces"]
     found = []
     for kind in KINDS:
         own = [trace for trace in traces if trace["kind"] == kind]
         found += [_joined(kind, own[i:] + own[:i]) for i in range(ROTATIONS)]
+    stories = json.loads(gzip.decompress(HEAD_FILE.read_bytes()))["traces"]
+    each = len(stories) // ROTATIONS
+    found += [_joined(STORIES, stories[i * each :][:each]) for i in range(ROTATIONS)]
     return tuple(found)
 
 
@@ -74,19 +83,25 @@ def _joined(kind: str, traces: list[dict]) -> Text:
     output, drafted, confidences = [], [], []
     for trace in traces:
         output += renamed(trace["output"])
-        # drafts[i] follows output[i]: its first token was drafted for output[i + 1]
-        first = [chain[0] for chain in trace["drafts"]]
-        drafted += [VOCABULARY - 1, *renamed([token for token, *_ in first])]
-        confidences += [UNKNOWN, *(confidence for _, confidence, *_ in first)]
+        # what follows output[i] is said of output[i + 1]
+        first = [(ids[0], chances[0]) for ids, chances in trace["likely"]]
+        if "drafts" in trace:
+            first = [chain[0][:2] for chain in trace["drafts"]]
+        drafted += [VOCABULARY - 1, *renamed([token for token, _ in first])]
+        confidences += [UNKNOWN, *(confidence for _, confidence in first)]
     likely = [said for trace in traces for said in (UNSAID, *trace["likely"])]
+    head = [said for trace in traces for said in ([], *trace.get("head", ()))]
     # a token that the text does not have may have any id that the text does not have
     others = range(VOCABULARY - max(len(ids) for ids, _ in likely), VOCABULARY)
     assert len(names) < others[0]
-    named = [
-        ([names.get(token, other) for token, other in zip(ids, others, strict=False)], chances)
-        for ids, chances in likely
-    ]
-    parts = prompt, output, drafted, confidences, named
+
+    def named(said: tuple[list[int], list[float]]) -> tuple[list[int], list[float]]:
+        ids, chances = said
+        pairs = zip(ids, others, strict=False)
+        return [names.get(token, other) for token, other in pairs], chances
+
+    heads = [[named(said) for said in depths] for depths in head]
+    parts = prompt, output, drafted, confidences, map(named, likely), heads
     return Text(kind, *map(tuple, parts))
 
 
@@ -102,7 +117,7 @@ class Prompt:
 def prompts(kind: str, batch: int, context: int = 0, first: int = 0) -> list[Prompt]:
     """Return a batch of prompts, no two of them alike.
 
-    kind: one of KINDS, or MIXED: all kinds side by side
+    kind: one of KINDS, STORIES, or MIXED: all of KINDS side by side
     context: prompts have at least so many tokens; earlier texts of the kind stand before it
     first: number of the first request: another one gives other prompts
     """
@@ -110,7 +125,7 @@ def prompts(kind: str, batch: int, context: int = 0, first: int = 0) -> list[Pro
     for number in range(first, first + batch):
         own = KINDS[number % len(KINDS)] if kind == MIXED else kind
         turn = number // len(KINDS) if kind == MIXED else number
-        which = KINDS.index(own) * ROTATIONS + turn % ROTATIONS
+        which = (*KINDS, STORIES).index(own) * ROTATIONS + turn % ROTATIONS
         found.append(_prompt(which, (number * 389 + 17) % VOCABULARY, context))
     return found
 
@@ -157,6 +172,12 @@ class Answers:
         places = self._places(headers, positions)
         tokens = (self._drafted.take(places, mode="clip") + headers[:, 1]) % VOCABULARY
         return tokens, self._confidences.take(places, mode="clip")
+
+    def states(self, headers: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return where in its text each position is, [N, STATE]: see `heads`."""
+        starts = headers[:, 2] * VOCABULARY + headers[:, 3]
+        parts = headers[:, 0], headers[:, 1], positions + 1 - starts, np.zeros_like(positions)
+        return np.stack(parts, -1)
 
     def _places(self, headers: np.ndarray, positions: np.ndarray) -> np.ndarray:
         starts = headers[:, 2] * VOCABULARY + headers[:, 3]
