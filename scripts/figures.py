@@ -116,6 +116,27 @@ def heads() -> Iterator[Row]:
         yield [*row, *map(two, run["accepted_at"][: found["max_drafts"]])]
 
 
+def heads_domain() -> Iterator[Row]:
+    """Tokens a step of a head for a real model on narrow text, and of lookups."""
+    found = result("heads_domain")
+    depths = [f"at {depth}" for depth in range(1, found["max_drafts"] + 1)]
+    yield ["drafter", "sampling", "tokens a step", *depths]
+    for run in found["runs"]:
+        row = [run["drafter"], run["sampling"], two(run["tokens_per_step"])]
+        yield [*row, *map(two, run["accepted_at"])]
+
+
+def heads_paced() -> Iterator[Row]:
+    """Heads on the paced device beside others, times bare SGLang."""
+    cells = result("heads_paced")["cells"]
+    names = [name for name in cells[0]["contenders"] if name != "bare"]
+    yield ["B", *(f"`{name}`" for name in names)]
+    for cell in cells:
+        own = [cell["contenders"][name] for name in names]
+        said = [f"{spread(one['times_bare'])}, {two(one['times_bare_ideal'])}" for one in own]
+        yield [str(cell["batch"]), *said]
+
+
 def pool() -> Iterator[Row]:
     """Control over a pool of drafters, and each of them alone, times plain decoding."""
     cells = result("pool")["cells"]
@@ -410,8 +431,8 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
         paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
-        kernels_static, compatibility, heads, pool, ahead_counted, ahead_paced, ahead_real,
-        ahead_coins, soak, fuzz, side_channel,
+        kernels_static, compatibility, heads, heads_domain, heads_paced, pool, ahead_counted,
+        ahead_paced, ahead_real, ahead_coins, soak, fuzz, side_channel,
     )
 }  # fmt: skip
 
