@@ -87,9 +87,10 @@ class TargetDistribution:
             tokens[rows] = coins.draw(self.logits[rows], seeds[rows], self.positions[rows])
         return tokens
 
-    def ranked(self, coins: Coins, count: int) -> Tensor:
+    def ranked(self, coins: Coins, count: int, seeds: Tensor | None = None) -> Tensor:
         """Return what `draw` does, then what it would if that were impossible, and so on.
 
+        seeds: as there
         -> [N, count] int64; fewer columns if there are not so many tokens
         """
         count = min(count, self.logits.shape[-1])
@@ -97,7 +98,7 @@ class TargetDistribution:
             return self.logits.topk(count).indices
         guess, found = self, list[Tensor]()
         for _ in range(count):
-            found.append(guess.draw(coins))
+            found.append(guess.draw(coins, seeds))
             logits = guess.logits.scatter(-1, found[-1][:, None], -math.inf)
             guess = replace(guess, logits=logits)
         return torch.stack(found, -1)

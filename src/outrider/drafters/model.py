@@ -264,13 +264,11 @@ class ModelDrafter(Generic[S]):
         paths = [tuple(state.drafts) for state in states]
         rows = Rows(requests, range(len(eager)), [len(path) for path in paths], lambda: paths)
         guess = target_distribution(logits, rows)
-        every, probs = guess.logits.softmax(-1), None
-        if budget.rule == "match":
-            drawn = guess.ranked(budget.coins, 1 + self._siblings if budget.trees else 1)
-        else:
-            starts = torch.tensor([request.position for request in requests], device=logits.device)
-            drawn = guess.draw(budget.coins, budget.draft_seeds(guess.seeds, starts))[:, None]
-            probs = guess.probs()
+        starts = torch.tensor([request.position for request in requests], device=logits.device)
+        seeds, is_match = budget.draft_seeds(guess.seeds, starts), budget.rule == "match"
+        count = 1 + self._siblings if budget.trees and is_match else 1
+        drawn = guess.ranked(budget.coins, count, seeds)
+        every, probs = guess.logits.softmax(-1), None if is_match else guess.probs()
         claims = every.gather(-1, drawn).tolist()
         confident = [own[0] for own in claims]
         if any(math.isnan(probability) for probability in confident):
