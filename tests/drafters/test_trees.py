@@ -189,5 +189,6 @@ def test_a_model_that_cannot_branch_is_refused():
 
     with pytest.raises(ValueError, match="cannot branch"):
         ModelDrafter(Straight(), V, width=2)
-    with pytest.raises(ValueError, match="width >= 0"):
-        ModelDrafter(Opinions({}), V, width=-1)
+    for wrong in ({"width": -1}, {"width": 1.5}, {"siblings": "2"}):
+        with pytest.raises(ValueError, match="width >= 0"):
+            ModelDrafter(Opinions({}), V, **wrong)

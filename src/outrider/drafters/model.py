@@ -31,6 +31,7 @@ from outrider.core import (
     Rows,
     Sampled,
     chain,
+    is_whole,
     target_distribution,
 )
 from outrider.drafters.trees import CachedLength, TreeDrafting, fit_vocabulary
@@ -127,8 +128,8 @@ class ModelDrafter(Generic[S]):
         siblings: int = 0,
         width: int = 0,
     ) -> None:
-        if not 0 <= min_survival <= 1 or min(siblings, width) < 0:
-            raise ValueError("need 0 <= min_survival <= 1, siblings >= 0 and width >= 0")
+        if not (0 <= min_survival <= 1 and is_whole(siblings, 0) and is_whole(width, 0)):
+            raise ValueError("need 0 <= min_survival <= 1, and whole siblings >= 0 and width >= 0")
         self._trees: TreeDrafting[S] | None = None
         if width:
             branching: Any = model
