@@ -66,6 +66,12 @@ def spread(values: list[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
+def show_goals(goals: Sequence[dict[str, Any]]) -> None:
+    """Print what was to be shown, and whether it was."""
+    for goal in goals:
+        print(f"{'met' if goal['met'] else 'missed'}: {goal['goal']} ({goal['value']})")
+
+
 def different_tokens(outputs: Sequence[Sequence[int]], plain: Sequence[Sequence[int]]) -> int:
     """Return in how many places answers differ; a place that only one of them has is different."""
     pairs = zip(outputs, plain, strict=True)

@@ -26,7 +26,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from common import IMAGES, different_tokens, load, pyplot, save_plot, write
+from common import IMAGES, different_tokens, load, pyplot, save_plot, show_goals, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -211,10 +211,8 @@ def show(result: dict[str, Any]) -> None:
     for run in [*result["runs"], *trained]:
         depths = " ".join(f"{share:.2f}" for share in run["accepted_at"])
         table.add_row(run["drafter"], run["sampling"], f"{run['tokens_per_step']:.2f}", depths)
-    console = Console()
-    console.print(table)
-    for goal in result["goals"]:
-        console.print(f"{'met' if goal['met'] else 'missed'}: {goal['goal']} ({goal['value']})")
+    Console().print(table)
+    show_goals(result["goals"])
 
 
 def plot(result: dict[str, Any], folder: Path = IMAGES) -> None:

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import spread, write
+from common import show_goals, spread, write
 from rich.console import Console
 from rich.table import Table
 
@@ -149,10 +149,8 @@ def show(result: dict[str, Any]) -> None:
             times = "{median:.2f} ({min:.2f}-{max:.2f})".format(**own["times_bare"])
             numbers = (own["times_bare_ideal"], own["tokens_per_step"], own["idle_ms_median"])
             table.add_row(str(found["batch"]), name, times, *(f"{n:.2f}" for n in numbers))
-    console = Console(width=100)
-    console.print(table)
-    for goal in result["goals"]:
-        console.print(f"{'met' if goal['met'] else 'missed'}: {goal['goal']} ({goal['value']})")
+    Console(width=100).print(table)
+    show_goals(result["goals"])
 
 
 if __name__ == "__main__":

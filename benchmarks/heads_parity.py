@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from common import different_tokens, load, write
+from common import different_tokens, load, show_goals, write
 from heads import TINY, openings
 from rich.console import Console
 from rich.progress import track
@@ -177,10 +177,8 @@ def show(result: dict[str, Any]) -> None:
             sum(c[f"tokens_{x}"] for c in own) for x in ("compared", "different")
         )
         table.add_row(head, f"{compared:,}", str(different), *lengths)
-    console = Console(width=120)
-    console.print(table)
-    for goal in result["goals"]:
-        console.print(f"{'met' if goal['met'] else 'missed'}: {goal['goal']} ({goal['value']})")
+    Console(width=120).print(table)
+    show_goals(result["goals"])
 
 
 if __name__ == "__main__":

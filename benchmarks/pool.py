@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import different_tokens, load, write
+from common import different_tokens, load, show_goals, write
 from heads import TINY
 from rich.console import Console
 from rich.progress import track
@@ -234,10 +234,8 @@ def show(result: dict[str, Any]) -> None:
     for cell in result["cells"]:
         times = (f"{cell['times_plain'][name]:.2f}" for name in names)
         table.add_row(cell["kind"], str(cell["batch"]), *times)
-    console = Console()
-    console.print(table)
-    for goal in result["goals"]:
-        console.print(f"{'met' if goal['met'] else 'missed'}: {goal['goal']} ({goal['value']})")
+    Console().print(table)
+    show_goals(result["goals"])
 
 
 if __name__ == "__main__":

@@ -108,22 +108,20 @@ def adaptive_cells() -> Iterator[Row]:
 
 def heads() -> Iterator[Row]:
     """Tokens a step and acceptance by depth, of heads and others."""
-    found = result("heads")
+    yield from _accepted(result("heads"))
+
+
+def heads_domain() -> Iterator[Row]:
+    """Tokens a step of a head for a real model on narrow text, and of lookups."""
+    yield from _accepted(result("heads_domain"))
+
+
+def _accepted(found: dict[str, Any]) -> Iterator[Row]:
     depths = [f"at {depth}" for depth in range(1, found["max_drafts"] + 1)]
     yield ["drafter", "sampling", "tokens a step", *depths]
     for run in found["runs"]:
         row = [run["drafter"], run["sampling"], two(run["tokens_per_step"])]
         yield [*row, *map(two, run["accepted_at"][: found["max_drafts"]])]
-
-
-def heads_domain() -> Iterator[Row]:
-    """Tokens a step of a head for a real model on narrow text, and of lookups."""
-    found = result("heads_domain")
-    depths = [f"at {depth}" for depth in range(1, found["max_drafts"] + 1)]
-    yield ["drafter", "sampling", "tokens a step", *depths]
-    for run in found["runs"]:
-        row = [run["drafter"], run["sampling"], two(run["tokens_per_step"])]
-        yield [*row, *map(two, run["accepted_at"])]
 
 
 def heads_paced() -> Iterator[Row]:

@@ -24,9 +24,11 @@ from torch import Tensor
 
 from outrider.core import (
     AheadTree,
+    Bools,
     Budget,
     Coins,
     DraftFault,
+    Floats,
     Proposal,
     Request,
     Rows,
@@ -246,8 +248,8 @@ class TreeDrafting(Generic[S]):
         requests, paths = [tree.request for tree, _ in places], [place.path for _, place in places]
         rows = Rows(requests, range(len(places)), [len(path) for path in paths], lambda: paths)
         tokens, claims, greedy = likely_tokens(logits, rows, coins, self._width)
-        chances = self._calibration.of(np.array(claims), np.array(greedy)).tolist()
-        columns = zip(places, sequences, tokens, claims, chances, strict=True)
+        chances = self._calibration.of(claims, greedy).tolist()
+        columns = zip(places, sequences, tokens, claims.tolist(), chances, strict=True)
         for (tree, place), sequence, *following in columns:
             count = sum(claim > 0.0 for claim in following[1])  # the coins cannot draw the others
             tree.add(place, sequence, *(column[:count] for column in following))
@@ -263,7 +265,7 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
 
 def likely_tokens(
     logits: Tensor, rows: Rows, coins: Coins, count: int
-) -> tuple[list[list[int]], list[list[float]], tuple[bool, ...]]:
+) -> tuple[list[list[int]], Floats, Bools]:
     """Return what may follow each row, how sure the model is of it, and which rows are greedy.
 
     logits: [N, V] of a draft model
@@ -271,7 +273,7 @@ def likely_tokens(
     """
     guess = target_distribution(logits, rows)
     drawn = guess.ranked(coins, count)
-    claims = guess.logits.softmax(-1).gather(-1, drawn)
-    if claims.isnan().any():
+    claims = guess.logits.softmax(-1).gather(-1, drawn).cpu().numpy()
+    if np.isnan(claims).any():
         raise DraftFault("the draft model's logits are not numbers")
-    return drawn.tolist(), claims.tolist(), guess.greedy
+    return drawn.tolist(), claims, np.array(guess.greedy)

@@ -356,8 +356,8 @@ class Growth(Generic[K, S]):
             paths=lambda: [_path(node) for _, node in read],
         )
         tokens, claims, greedy = likely_tokens(logits, rows, self._coins, self._fan_out)
-        sure = self.calibration.of(np.array(claims), np.array(greedy))
-        columns = tokens, claims, sure.tolist(), np.log(sure).tolist()
+        sure = self.calibration.of(claims, greedy)
+        columns = tokens, claims.tolist(), sure.tolist(), np.log(sure).tolist()
         return [self._add(*part) for part in zip(read, *columns, strict=True)]
 
     def _add(

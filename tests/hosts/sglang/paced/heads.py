@@ -23,9 +23,6 @@ from paced.texts import VOCABULARY, texts
 STATE = 4
 """Numbers of a state that mean something."""
 
-MADE_UP = 64
-"""Lists of tokens off the text."""
-
 _plain = torch._C.DisableTorchFunctionSubclass
 
 
@@ -103,7 +100,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     shape = len(said), max(map(len, said)), depth
     tokens = np.zeros((*shape, count), np.int64)
     tokens[:] = VOCABULARY - 1 - np.arange(count)  # what was not said is no token of a text
-    chances, rest = np.full((*shape, count), 0.1), np.full(shape, 0.1)
+    chances = np.full((*shape, count), 0.1)
     for text, head in enumerate(said):
         for place, depths in enumerate(head):
             for deep, (ids, own) in enumerate(depths):
