@@ -1,11 +1,12 @@
 """Control over the suffix lookup, a head and a draft model, beside each of them alone.
 
-    python benchmarks/pool.py            # 10 minutes on one core; needs no download
+    python benchmarks/pool.py            # 15 minutes on one core; needs no download
     python benchmarks/pool.py --report   # the table and the goals of the last run
 
-Drafts are real: the tiny target of the package, its draft model and its EAGLE-3 head. Time is
-counted, not measured: each pass takes what COSTS says, so that the figures are the same on every
-machine, and control reads that clock. What the host takes is left out: see docs/paced.md for that.
+Drafts are real: the tiny target of the package, its draft model and its EAGLE-3 head, which drafts
+chains, or trees with WIDTH drafts in a pass; for control it drafts trees. Time is counted, not
+measured: each pass takes what COSTS says, so that the figures are the same on every machine, and
+control reads that clock. What the host takes is left out: see docs/paced.md for that.
 
 Texts: *stories* (openings of stories that no training has seen), *copies* (a story, and its opening
 again) and *hot* (stories at a temperature of 1.5, which nobody can guess well), and these mixed.
@@ -37,7 +38,7 @@ from outrider.hosts.transformers.runner import Runner
 from outrider.report import provenance
 
 RESULT = Path(__file__).parent / "results" / "pool.json"
-SEED, REQUESTS, TOKENS, MOST = 20_261_118, 48, 96, 8
+SEED, REQUESTS, TOKENS, MOST, WIDTH = 20_261_118, 48, 96, 8, 3
 BATCHES, CALIBRATED = (1, 4, 16), (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 KINDS = ("stories", "copies", "hot")
 COSTS = {"target": (5.9e-3, 21e-6), "model": (2.1e-3, 3.2e-6), "eagle3": (0.5e-3, 1.0e-6)}
@@ -141,8 +142,8 @@ def contenders(target: Any, clock: Clock) -> dict[str, Callable[[], Any]]:
         )
 
     def pool() -> Any:
-        asked = {"min_survival": 0.0, "siblings": 1}
-        control = adaptive_drafter([head(**asked), model(**asked)], clock=clock)
+        first = head(min_survival=0.0, width=WIDTH)
+        control = adaptive_drafter([first, model(min_survival=0.0, siblings=1)], clock=clock)
         for rows in CALIBRATED:  # as a server tells control before its first step
             control.cost.observe(rows, 0, clock.cost("target", rows))
             for name, choice in control.models.items():
@@ -154,6 +155,7 @@ def contenders(target: Any, clock: Clock) -> dict[str, Callable[[], Any]]:
         "suffix": outrider.SuffixDrafter,
         "model": model,
         "eagle3": head,
+        "eagle3 tree": lambda: head(width=WIDTH),
         "adaptive": pool,
     }
 
