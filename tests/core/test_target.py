@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.core import (
     ROOT,
+    TRANSFORMS,
     Draft,
     KeyedCoins,
     PointMass,
@@ -21,6 +23,7 @@ from outrider.core import (
     SamplingParams,
     chain,
     target_distribution,
+    transformed,
 )
 
 V = 11
@@ -204,3 +207,25 @@ def test_ranked_is_what_would_be_drawn_if_all_before_it_were_impossible(temperat
         impossible = guess.logits.scatter(-1, found[:, rank, None], -math.inf)
         guess = replace(guess, logits=impossible)
     assert guess.ranked(coins, 99).shape == (6, V)
+
+
+ASKED = {
+    "temperature": [0.0, 0.7, 1.0], "top_k": [0, 2], "top_p": [1.0, 0.8], "min_p": [0.0, 0.2],
+    "repetition_penalty": [1.0, 1.2], "frequency_penalty": [0.0, -0.3],
+    "presence_penalty": [0.0, 0.4], "logit_bias": [{}, {3: 1.0}],
+    "grammar": [None, lambda _: torch.arange(V) > 4],
+}  # fmt: skip
+
+
+def test_what_is_known_of_a_request_before_its_logits():
+    """Raw: no transform changes them. Looks back: a transform asks for the path to the row."""
+    values = logits(1)
+    for params in product(*ASKED.values()):
+        asked, paths = request(output=(4, 4), **dict(zip(ASKED, params, strict=True))), []
+        rows = Rows([asked], [0], [0], lambda paths=paths: paths.append(()) or [()])
+        changed = values
+        for transform in TRANSFORMS:
+            changed = transform(changed, rows)
+        assert transformed(values, rows).equal(changed), params
+        assert asked.sampling.is_raw == changed.equal(values), params
+        assert asked.sampling.looks_back == bool(paths), params

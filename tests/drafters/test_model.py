@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from outrider.core import ROOT, Budget, KeyedCoins, Outcome, Request, SamplingParams
+from outrider.core import ROOT, Budget, DraftFault, KeyedCoins, Outcome, Request, SamplingParams
 from outrider.drafters import GuardedDrafter, ModelDrafter
 
 V = 16
+ALLOWED = torch.ones(V, dtype=torch.bool)
 
 
 @dataclass
@@ -72,12 +74,23 @@ class Keeping(Counting):
         return logits
 
 
-def drafter(*prompts, model=None, **options):
+class Unrolling(Counting):
+    """Can read on from tokens that nobody has seen yet."""
+
+    def unroll(self, sequences, limits):
+        def read(tokens):
+            return self.extend([(Sequence(), [token]) for token in tokens.tolist()])
+
+        self.limits = limits
+        return SimpleNamespace(read=read)
+
+
+def drafter(*prompts, model=None, sampling=None, **options):
     """A drafter that knows requests with these prompts, its model, and the requests."""
     model = model or Counting()
-    found = ModelDrafter(model, V, min_survival=0.0, **options)
+    found = ModelDrafter(model, V, **{"min_survival": 0.0, **options})
     requests = [
-        Request(id=i, prompt=prompt, sampling=SamplingParams(), seed=i)
+        Request(id=i, prompt=prompt, sampling=sampling or SamplingParams(), seed=i)
         for i, prompt in enumerate(prompts)
     ]
     found.start(requests)
@@ -227,3 +240,61 @@ def test_a_pass_takes_until_its_drafts_are_read():
     found, _, requests = drafter((3,), model=Device())
     found.propose(requests, budget(3, trees=False))
     assert found.seconds > 3 * 0.02
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("siblings", [0, 2])
+@pytest.mark.parametrize("min_survival", [0.0, 0.5])
+def test_unrolled_drafts_are_those_of_the_loop(temperature, siblings, min_survival):
+    """The second of the requests may have one draft, the third none, the fourth most."""
+    asked = {"siblings": siblings, "min_survival": min_survival}
+    asked["sampling"] = SamplingParams(temperature=temperature, top_p=0.9, seed=3)
+    proposals, models = [], [Counting(), Unrolling()]
+    for model in models:
+        found, _, requests = drafter((3,), (9, 4), (5,), (1, 2, 8), model=model, **asked)
+        proposals.append(found.propose(requests, budget(5, 1, 0, 7)).drafts())
+    assert proposals[0] == proposals[1]
+    assert models[0].passes <= models[1].passes <= models[0].passes + 1
+    assert models[1].limits == [4, 0, 6]
+
+
+def test_an_unrolled_pass_is_launched_before_the_drafts_before_it_are_read():
+    order = []
+
+    class Device(Unrolling):
+        def extend(self, segments):
+            order.append("pass")
+            return super().extend(segments)
+
+    found, _, requests = drafter((3,), model=Device())
+
+    def chances(_, confidences):
+        order.append("read")
+        return confidences
+
+    found.propose(requests, budget(3, trees=False, chances=chances))
+    assert order == ["pass", "pass", "read", "pass", "read", "read"]
+
+
+def test_an_unrolled_pass_may_be_of_no_use():
+    """The second pass is under way when it is seen that it does not pay."""
+    found, model, requests = drafter((3,), model=Unrolling())
+    [draft] = found.propose(requests, budget(8, min_gain=0.8)).drafts()
+    assert (len(draft.tokens), model.passes) == (2, 2)  # 0.78 after the first
+
+
+@pytest.mark.parametrize("sampling", [{"presence_penalty": 0.5}, {"grammar": lambda _: ALLOWED}])
+def test_who_looks_back_must_see_the_drafts(sampling):
+    """The tokens that drafts lead to depend on them: nothing is unrolled."""
+    params, drafts = SamplingParams(**sampling), []
+    for model in (Counting(), Unrolling()):
+        found, _, requests = drafter((3,), model=model, sampling=params)
+        drafts.append(found.propose(requests, budget(4)).drafts())
+    assert drafts[0] == drafts[1]
+    assert not hasattr(model, "limits")
+
+
+def test_logits_that_are_no_numbers_are_a_fault_unrolled_too():
+    found, _, requests = drafter((3,), model=Unrolling(first=1.0, second=math.nan))
+    with pytest.raises(DraftFault, match="not numbers"):
+        found.propose(requests, budget(4))

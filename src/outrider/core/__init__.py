@@ -33,7 +33,13 @@ from outrider.core.rules import (
 from outrider.core.sampling import Grammar, SamplingParams, is_whole
 from outrider.core.settle import Outcome, Outcomes, settle
 from outrider.core.stats import Stats, at_least
-from outrider.core.target import TRANSFORMS, Rows, TargetDistribution, target_distribution
+from outrider.core.target import (
+    TRANSFORMS,
+    Rows,
+    TargetDistribution,
+    target_distribution,
+    transformed,
+)
 from outrider.errors import DraftFault, OutriderError, Unsupported
 
 __all__ = [
@@ -82,6 +88,7 @@ __all__ = [
     "step",
     "survival",
     "target_distribution",
+    "transformed",
     "unite",
     "verify",
     "verify_block",

@@ -9,6 +9,8 @@ from numbers import Integral, Real
 
 from torch import Tensor
 
+from outrider.core.lazy import lazy
+
 Grammar = Callable[[Sequence[int]], Tensor]
 """Maps a request's output ids, drafts on the path included, to the tokens allowed next.
 
@@ -112,3 +114,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the distribution is a point mass on the most likely token."""
         return self.temperature == 0
+
+    @lazy
+    def looks_back(self) -> bool:
+        """Whether the distribution depends on what has been said, but for the model's logits."""
+        is_penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0
+        return is_penalised or self.presence_penalty != 0 or self.grammar is not None
+
+    @lazy
+    def is_raw(self) -> bool:
+        """Whether the distribution is that of the model's logits, as they are."""
+        cut = not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        changed = self.temperature not in (0, 1) or bool(self.logit_bias) or self.looks_back
+        return not cut and not changed

@@ -103,6 +103,13 @@ class TargetDistribution:
             guess = replace(guess, logits=logits)
         return torch.stack(found, -1)
 
+    def after(self, logits: Tensor) -> TargetDistribution:
+        """Return the distribution one position further, with the same requests in these rows.
+
+        logits: [N, V] of the distribution: see `transformed`
+        """
+        return replace(self, logits=logits, positions=self.positions + 1)
+
     def probs(self) -> Tensor:
         """Return p, [N, V]."""
         p = self.logits.softmax(-1)
@@ -118,17 +125,24 @@ def target_distribution(logits: Tensor, rows: Rows) -> TargetDistribution:
 
     logits: [N, V] as the model gave them; left as they are
     """
-    x = logits if logits.dtype == torch.float64 else logits.float()
-    for transform in TRANSFORMS:
-        x = transform(x, rows)
     owners = [rows.requests[owner] for owner in rows.owners]
     positions = [r.position + d for r, d in zip(owners, rows.depths, strict=True)]
     return TargetDistribution(
-        logits=x,
+        logits=transformed(logits, rows),
         greedy=tuple(request.sampling.is_greedy for request in owners),
         seeds=torch.tensor([request.seed for request in owners], device=logits.device),
         positions=torch.tensor(positions, device=logits.device),
     )
+
+
+def transformed(logits: Tensor, rows: Rows) -> Tensor:
+    """Return the logits of that distribution."""
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    if all(request.sampling.is_raw for request in rows.requests):
+        return x
+    for transform in TRANSFORMS:
+        x = transform(x, rows)
+    return x
 
 
 def _replace(logits: Tensor, rows: list[int], values: Tensor) -> Tensor:

@@ -30,11 +30,14 @@ from outrider.core import (
     Request,
     Rows,
     Sampled,
+    TargetDistribution,
     chain,
     is_whole,
     target_distribution,
+    transformed,
 )
 from outrider.drafters.trees import CachedLength, TreeDrafting, fit_vocabulary
+from outrider.drafters.unrolled import Copied, Unrolled
 
 S = TypeVar("S", bound=CachedLength)
 
@@ -78,22 +81,32 @@ class DraftModel(Protocol[S]):
 class DraftState(Generic[S]):
     """One request's sequence in the draft model, and what was drafted.
 
+    most: so many drafts may there be
     probs: what each draft was drawn from, [V]; none with the rule `match`
     survival: the chance that all drafts are accepted, as far as is known
     siblings: (chance to be reached and accepted, depth, token, confidence)
     """
 
     sequence: S
+    most: int = 0
     drafts: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
     confidences: list[float] = field(default_factory=list)
     survival: float = 1.0
     siblings: list[tuple[float, int, int, float]] = field(default_factory=list)
 
-    def clear(self) -> None:
-        """Forget what was drafted."""
+    def begin(self, most: int) -> None:
+        """Forget what was drafted, and set how many drafts there may be."""
         self.drafts, self.probs, self.confidences, self.siblings = [], [], [], []
-        self.survival = 1.0
+        self.survival, self.most = 1.0, most
+
+    def wants_more(self, least: float, unseen: int = 0) -> bool:
+        """Say whether there should be one more draft.
+
+        least: the chance that all drafts before it must have
+        unseen: drafts that nothing is known of yet
+        """
+        return len(self.drafts) + unseen < self.most and self.survival >= least
 
 
 class ModelDrafter(Generic[S]):
@@ -157,27 +170,29 @@ class ModelDrafter(Generic[S]):
         The first pass also reads the few tokens that the draft model has not seen yet. Requests
         with more of them are caught up before it.
         """
-        for request in requests:
-            self._states[request.id].clear()
         self.catch_up([r for r, k in zip(requests, budget.max_drafts, strict=True) if k])
         ready = np.array([self.ready(request) for request in requests], np.bool_)
         budget = replace(budget, max_drafts=np.where(ready, budget.max_drafts, 0))
+        for request, most in zip(requests, budget.max_drafts.tolist(), strict=True):
+            self._states[request.id].begin(min(most, self._model.max_length - request.length + 1))
         if self._trees is not None and budget.trees and budget.rule == "match":
             sequences = [(request, self._states[request.id].sequence) for request in requests]
             started = time.perf_counter()
             proposal = self._trees.propose(sequences, budget, self._least(budget))
             self.seconds += time.perf_counter() - started
             return proposal
-        while eager := self._eager(requests, budget):
-            segments = [(s.sequence, self._unread(r, s)) for r, s in eager]
-            started = time.perf_counter()
-            logits = self._model.extend(segments)
-            # on a GPU that was the launch alone: reading the drafts waits for the pass
-            self._draw(eager, fit_vocabulary(logits, self._vocab_size), budget)
-            self.seconds += time.perf_counter() - started
-        states = [self._states[request.id] for request in requests]
+        started = time.perf_counter()
+        if self._can_unroll(requests, budget):
+            self._unroll(requests, budget)
+        else:
+            while eager := self._eager(requests, budget):
+                self._draw(eager, self._read(eager), budget)
+        self.seconds += time.perf_counter() - started
         return Proposal.of(
-            [self._draft(s, k, budget) for s, k in zip(states, budget.max_drafts, strict=True)]
+            [
+                self._draft(self._states[request.id], most, budget)
+                for request, most in zip(requests, budget.max_drafts.tolist(), strict=True)
+            ]
         )
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
@@ -238,10 +253,8 @@ class ModelDrafter(Generic[S]):
         states, least = [(r, self._states[r.id]) for r in requests], self._least(budget)
         eager = [
             (request, state)
-            for (request, state), most in zip(states, budget.max_drafts, strict=True)
-            if len(state.drafts) < most
-            and state.survival >= least
-            and request.length + len(state.drafts) <= self._model.max_length
+            for request, state in states
+            if state.wants_more(least)
             and max(self._unread(request, state)) < self._model.vocab_size
         ]
         return eager if sum(state.survival for _, state in eager) >= budget.min_gain else []
@@ -257,26 +270,96 @@ class ModelDrafter(Generic[S]):
         cached = state.sequence.length
         return [*request.tokens_from(cached), *state.drafts[max(0, cached - request.length) :]]
 
+    def _read(self, eager: Sequence[tuple[Request, DraftState[S]]]) -> Tensor:
+        """Launch a pass over what is unread. Return the logits after it, [B, V]."""
+        logits = self._model.extend([(s.sequence, self._unread(r, s)) for r, s in eager])
+        return fit_vocabulary(logits, self._vocab_size)
+
     def _draw(
         self, eager: Sequence[tuple[Request, DraftState[S]]], logits: Tensor, budget: Budget
     ) -> None:
         """Draw one more draft for each request, as the target would from these logits."""
-        requests, states = [r for r, _ in eager], [s for _, s in eager]
-        paths = [tuple(state.drafts) for state in states]
-        rows = Rows(requests, range(len(eager)), [len(path) for path in paths], lambda: paths)
-        guess = target_distribution(logits, rows)
-        starts = torch.tensor([request.position for request in requests], device=logits.device)
-        seeds, is_match = budget.draft_seeds(guess.seeds, starts), budget.rule == "match"
-        count = 1 + self._siblings if budget.trees and is_match else 1
-        drawn = guess.ranked(budget.coins, count, seeds)
-        every, probs = guess.logits.softmax(-1), None if is_match else guess.probs()
-        claims = every.gather(-1, drawn).tolist()
-        confident = [own[0] for own in claims]
+        guess = target_distribution(logits, _rows(eager))
+        tokens, claims = self._ranked(guess, eager, budget)
+        probs = None if budget.rule == "match" else guess.probs()
+        # all that was launched only: here the host waits for the pass
+        self._take(eager, (tokens.tolist(), claims.tolist()), budget)
+        if probs is not None:
+            for (_, state), own in zip(eager, probs, strict=True):
+                state.probs.append(own)
+
+    def _can_unroll(self, requests: Sequence[Request], budget: Budget) -> bool:
+        """Say whether drafts can stay on the device: the model can, and nobody looks at them."""
+        return (
+            hasattr(self._model, "unroll")
+            and budget.rule == "match"
+            and self._vocab_size <= self._model.vocab_size
+            and not any(request.sampling.looks_back for request in requests)
+        )
+
+    def _unroll(self, requests: Sequence[Request], budget: Budget) -> None:
+        """Draft, launching each pass before the drafts of the one before it are read."""
+        if not (eager := self._eager(requests, budget)):
+            return
+        model: Any = self._model
+        least, rows = self._least(budget), _rows(eager)
+        guess = target_distribution(self._read(eager), rows)
+        limits = [state.most - 1 for _, state in eager]  # the last draft is not read
+        unrolled: Unrolled = model.unroll([state.sequence for _, state in eager], limits)
+        tokens, claims = self._ranked(guess, eager, budget)
+        copied = Copied(tokens, claims)
+        while self._pays(eager, budget.min_gain, least):
+            logits = fit_vocabulary(unrolled.read(tokens[:, 0]), self._vocab_size)
+            guess = guess.after(transformed(logits, rows))
+            tokens, claims = self._ranked(guess, eager, budget)
+            before, copied = copied, Copied(tokens, claims)
+            self._take(eager, before.read(), budget, least)
+        self._take(eager, copied.read(), budget, least)
+
+    @staticmethod
+    def _pays(
+        eager: Sequence[tuple[Request, DraftState[S]]], min_gain: float, least: float
+    ) -> bool:
+        """Say whether one more pass is worth it, while nothing is known of the last drafts."""
+        promise = [s.survival for _, s in eager if s.wants_more(least, unseen=1)]
+        return bool(promise) and sum(promise) >= min_gain
+
+    def _ranked(
+        self,
+        guess: TargetDistribution,
+        eager: Sequence[tuple[Request, DraftState[S]]],
+        budget: Budget,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the draft of each request and its siblings, and how likely each is, [B, count]."""
+        seeds, count = guess.seeds, 1
+        if budget.rule != "match":
+            starts = [request.position for request, _ in eager]
+            seeds = budget.draft_seeds(seeds, torch.tensor(starts, device=seeds.device))
+        elif budget.trees:
+            count += self._siblings
+        tokens = guess.ranked(budget.coins, count, seeds)
+        return tokens, guess.logits.softmax(-1).gather(-1, tokens)
+
+    def _take(
+        self,
+        eager: Sequence[tuple[Request, DraftState[S]]],
+        ranked: tuple[list[list[int]], list[list[float]]],
+        budget: Budget,
+        least: float = 0.0,
+    ) -> None:
+        """Give each request that wants one its next draft, and siblings of it.
+
+        ranked: what `_ranked` returned
+        """
+        drawn, claims = ranked
+        rows = [i for i, (_, state) in enumerate(eager) if state.wants_more(least)]
+        confident = [claims[i][0] for i in rows]
         if any(math.isnan(probability) for probability in confident):
             raise DraftFault("the draft model's logits are not numbers")
+        requests = [eager[i][0] for i in rows]
         chances = confident if budget.chances is None else budget.chances(requests, confident)
-        columns = zip(states, drawn.tolist(), claims, chances, strict=True)
-        for i, (state, tokens, sure, chance) in enumerate(columns):
+        for i, chance in zip(rows, chances, strict=True):
+            (_, state), tokens, sure = eager[i], drawn[i], claims[i]
             for token, claim in zip(tokens[1:], sure[1:], strict=True):
                 if claim > 0.0:  # else there is no other token
                     reached = state.survival * claim
@@ -284,8 +367,6 @@ class ModelDrafter(Generic[S]):
             state.drafts.append(tokens[0])
             state.confidences.append(min(1.0, sure[0]))
             state.survival *= chance
-            if probs is not None:
-                state.probs.append(probs[i])
 
     def _draft(self, state: DraftState[S], most: int, budget: Budget) -> Draft[Any]:
         if budget.rule != "match" and state.drafts:
@@ -299,3 +380,10 @@ class ModelDrafter(Generic[S]):
             distribution=drafts.distribution,
             confidences=(*drafts.confidences, *(chance for _, _, _, chance in best)),
         )
+
+
+def _rows(eager: Sequence[tuple[Request, DraftState[Any]]]) -> Rows:
+    """Return where the next draft of each request stands."""
+    paths = [tuple(state.drafts) for _, state in eager]
+    requests, depths = [request for request, _ in eager], [len(path) for path in paths]
+    return Rows(requests, range(len(eager)), depths, lambda: paths)

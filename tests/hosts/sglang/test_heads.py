@@ -358,6 +358,27 @@ def test_slots_hold_branches(head, runner):
 
 
 @torch.inference_mode()
+def test_slots_hold_what_is_read_unseen(head, runner):
+    """Tokens that are on the device only; the second sequence has slots for one of them."""
+    told = Told(head, runner)
+    told.prefill(a=(0, 70), b=(0, 9))
+    told.extend(a=[7], b=[5])
+    both = [told.slot.open(SimpleNamespace(req=told.reqs[name])) for name in ("a", "b")]
+    lengths, slot = [s.length for s in both], told.table[told.lines["b"], 11].long()
+    told.slot._pool[:, :, slot] = 7.0  # it may be another request's
+    unrolled = told.slot.unroll(both, [3, 1])
+    for depth, (a, b) in enumerate([(3, 4), (8, 8), (9, 1)]):
+        ours = unrolled.read(torch.tensor([a, b]))
+        assert not ours.isnan().any()
+        count = 1 if depth else 2
+        segments = [(told.sequences["a"], [a]), (told.sequences["b"], [b])][:count]
+        theirs = told.plain.extend(segments)
+        torch.testing.assert_close(ours[:count], theirs, atol=2e-5, rtol=1e-5)
+    assert (told.slot._pool[:, :, slot] == 7.0).all()
+    assert [s.length for s in both] == lengths
+
+
+@torch.inference_mode()
 def test_a_prefix_in_the_radix_cache_has_its_states(head, runner):
     """Another request goes on from slots that the first one has filled."""
     told = Told(head, runner)
@@ -426,7 +447,7 @@ def test_twin_a_wrong_position_is_seen(dflash, runner, monkeypatch):
 
 
 def test_the_kernels_compute_the_same():
-    """The three tests of slots above, by the Triton kernels that a GPU would run."""
+    """The tests of slots above, by the Triton kernels that a GPU would run."""
     env = {**os.environ, "OUTRIDER_KERNELS": "triton", "TRITON_INTERPRET": "1"}
     chosen = "slots_hold or prefix_in_the_radix"  # pairs and blocks
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen]

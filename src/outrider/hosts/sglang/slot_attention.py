@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.core import Ints
+from outrider.core.lazy import lazy
 from outrider.drafters.heads.layers import causal
 from outrider.hosts.sglang.rows import to_device
 from outrider.kernels import arch, use_triton
@@ -40,8 +41,13 @@ class PoolPass:
     ) -> None:
         self._pool, self._slots, self._lines, self._lens = pool, slots, lines, lens
         self._table, self._counts, self._ends = table, counts, ends
-        self._firsts = np.cumsum(counts) - counts
         self._is_prompt = is_prompt
+
+    @lazy
+    def _firsts(self) -> Ints:
+        """The first row of each sequence."""
+        firsts: Ints = np.cumsum(self._counts) - self._counts
+        return firsts
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keep the rows' keys and values, and let each row look at what it sees."""

@@ -194,6 +194,19 @@ class SglangHead(SlotSequences, SlotHead):
         self._x[slots] = states  # drafting goes on from them; the target has none for these
         return self.head.logits(states)
 
+    @torch.inference_mode()
+    def unroll(self, sequences: Sequence[DraftSequence], limits: Sequence[int]) -> UnrolledHead:
+        """Begin to read on from the ends of sequences: see `UnrollingModel`."""
+        lines = np.array([sequence.req_pool_idx for sequence in sequences])
+        lengths = np.array([sequence.length for sequence in sequences])
+        depths = np.arange(max(limits))[:, None]
+        line, last = to_device(np.stack([lines, lengths - 1]), self._table.device)
+        x, ends = (
+            self._x[self._table[line, last].long()],
+            np.where(depths < limits, lengths + depths, 0),
+        )
+        return UnrolledHead(self.head, self._table, self._pool, x, line, ends)
+
     def fork(self, sequence: DraftSequence) -> Branch:
         """Return a branch, which goes on from the head's own state."""
         if isinstance(sequence, Branch):
@@ -302,6 +315,45 @@ class SglangHead(SlotSequences, SlotHead):
             is_prompt=int(counts.max()) > FEW_ROWS,
         )
         return self.head(tokens, self._x[before], position, attend), slots
+
+
+class UnrolledHead:
+    """Sequences that go on from the head's own states, by tokens on the device: see `Unrolled`.
+
+    table, pool: of the head
+    x: [B, H] the states that they go on from
+    lines: [B] of the table
+    ends: [K, B] the position of each token to read, on the host; 0 for one that is of no use
+    """
+
+    def __init__(
+        self, head: Head, table: Tensor, pool: Tensor, x: Tensor, lines: Tensor, ends: Ints
+    ) -> None:
+        self._head, self._table, self._pool = head, table[:, 1:], pool
+        self._x, self._lines, self._ends, self._depth = x, lines, ends, 0
+        self._positions = to_device(ends, table.device)
+        # the first token of a text is no pair: its keys and values can be anything
+        self._slots = table[lines, self._positions].long()
+        self._lens, self._counts = self._positions.clamp(min=1), np.ones(len(x), np.int64)
+
+    @torch.inference_mode()
+    def read(self, tokens: Tensor) -> Tensor:
+        """Read one more token of each sequence, [B]. Return the logits after it, [B, V]."""
+        depth = self._depth
+        attend = PoolPass(
+            self._pool,
+            self._slots[depth],
+            self._lines,
+            self._lens[depth],
+            self._table,
+            self._counts,
+            self._ends[depth],
+        )
+        self._x, self._depth = (
+            self._head(tokens, self._x, self._positions[depth], attend),
+            depth + 1,
+        )
+        return self._head.logits(self._x)
 
 
 class SglangHeadDrafter(ModelDrafter[DraftSequence]):
