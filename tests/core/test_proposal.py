@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from outrider.core import (
     chain,
     likeliest,
     survival,
-    unite,
     verify,
 )
 
@@ -100,25 +98,6 @@ def test_drafts_go_in_and_come_out(drafts):
     assert [(d.tokens, d.parents, d.distribution) for d in found] == [
         (d.tokens, d.parents, d.distribution) for d in drafts
     ]
-
-
-def texts(draft):
-    """The texts that a draft has, from its root."""
-    return Counter(Proposal.of([draft]).paths()[1:])
-
-
-@given(st.lists(trees(), max_size=4))
-def test_united_drafts_have_each_path_once(drafts):
-    tree, places = unite(drafts)
-    assert texts(tree) == Counter({path for draft in drafts for path in texts(draft)})
-    paths = Proposal.of([tree]).paths()[1:]
-    for draft, mine in zip(drafts, places, strict=True):
-        assert tuple(paths[place] for place in mine) == Proposal.of([draft]).paths()[1:]
-        for sure, place in zip(draft.sure, mine, strict=True):
-            assert tree.confidences[place] >= sure
-    if drafts and not texts(drafts[0]) - texts(tree):
-        first = [*dict.fromkeys(places[0])]
-        assert first == list(range(len(first)))  # the first draft's come first, in their order
 
 
 @given(trees(), st.integers(0, 6), st.data())

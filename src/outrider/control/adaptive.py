@@ -169,6 +169,9 @@ class AdaptiveDrafter:
     def meanwhile(self) -> None:
         """Do what can wait: learn from the last step, and let drafters do theirs."""
         self._learn()
+        self.cost.refresh()
+        for model in self.models.values():
+            model.cost.passes.refresh()
         for drafter in self.free.values():
             if (work := getattr(drafter, "meanwhile", None)) is not None:
                 work()

@@ -135,6 +135,11 @@ class StepCost:
             self.slope.observe((ahead, curve.row_bucket(rows)), read, seconds)
         curve.observe(rows, max(0.1 * seconds, seconds - self.slope.value * read))
 
+    def refresh(self) -> None:
+        """Work out now what the next decision asks for."""
+        for curve in (self.verify, self.host, self.ahead):
+            curve.refresh()
+
     def table(
         self, rows: int, context: int, requests: int, padded: bool = True
     ) -> NDArray[np.float64]:

@@ -109,6 +109,10 @@ class Curve:
         else:  # the first observations are averaged
             estimate.observe(value, CLIP, max(RATE, 1 / (estimate.seen + 1)))
 
+    def refresh(self) -> None:
+        """Work the table out now, not when it is asked for."""
+        self._known()
+
     def seconds(self, rows: int) -> float:
         """Return the expected time of so many rows; 0 if nothing was ever observed."""
         known = self._known()

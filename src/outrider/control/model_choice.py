@@ -42,7 +42,7 @@ AS_BEFORE, RECENT = 0.5, 0.95
 lookups have served well, they soon will again, and a long step with the model costs more than it
 brings.) With each step, the weight of those before falls by the factor RECENT."""
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+DEPTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16])
 """Numbers of draft passes that are compared."""
 
 
@@ -299,19 +299,29 @@ class ModelChoice:
         """
         batch, owners, survival = len(chances), now.plan.tree.owners, now.plan.survival
         worth = np.bincount(owners, survival, batch)
-        best, found = goodput * (1 + self._margin), np.zeros(batch, np.bool_)
-        best = max(best, AS_BEFORE * self.account.gain * batch / float(now.seconds[batch]))
-        deepest = int(most.max(initial=0))
-        own = chances[:, None] ** np.arange(1, deepest + 1)
-        own[np.arange(deepest) >= most[:, None]] = 0.0
-        for depth in (d for d in DEPTHS if d <= deepest):
-            users = own[:, :depth].sum(1) > worth
-            if not users.any():
-                continue
-            chains = np.concatenate([own[users, :depth].ravel(), survival[~users[owners]]])
-            passes = self._passes(depth)
-            drafting = self.cost.seconds(passes, int(users.sum()), int(unread[users].sum()))
-            promised = best_goodput(chains, batch, now.seconds + drafting)
-            if promised > best:
-                best, found = promised, users
-        return (best if found.any() else goodput), found
+        least = goodput * (1 + self._margin)
+        least = max(least, AS_BEFORE * self.account.gain * batch / float(now.seconds[batch]))
+        depths = DEPTHS[most.max(initial=0) >= DEPTHS]
+        places = np.arange(depths.max(initial=0))
+        own = chances[:, None] ** (places + 1)
+        own[places >= most[:, None]] = 0.0
+        # [depths, B]: who would be drafted for, if chains had this depth
+        users = worth < own.cumsum(1)[:, depths - 1].T
+        depths, users = depths[users.any(1)], users[users.any(1)]
+        if not len(depths):
+            return goodput, np.zeros(batch, np.bool_)
+        mine = (users[..., None] & (places < depths[:, None, None])) * own
+        others = ~users[:, owners] * survival
+        counts, new = users.sum(1).tolist(), (users * unread).sum(1).tolist()
+        drafting = np.array(
+            [
+                self.cost.seconds(self._passes(depth), *of)
+                for depth, *of in zip(depths.tolist(), counts, new, strict=True)
+            ]
+        )
+        drafts = np.concatenate([mine.reshape(len(depths), -1), others], 1)
+        promised = best_goodput(drafts, batch, now.seconds + drafting[:, None])
+        best = int(promised.argmax())  # of equals the shallowest
+        if promised[best] <= least:
+            return goodput, np.zeros(batch, np.bool_)
+        return float(promised[best]), users[best]

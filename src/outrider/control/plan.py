@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import mul
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from outrider.core import (
-    Budget,
-    Draft,
-    Floats,
-    Ints,
-    Proposal,
-    chain,
-    likeliest,
-    survival,
-    unite,
-)
+from outrider.core import ROOT, Budget, Floats, Ints, Proposal, likeliest, survival
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +47,15 @@ def join(offers: Sequence[Offer], budget: Budget) -> Plan:
     A draft that several offers contain appears once. If the host cannot verify trees, each request
     gets the best chain that was offered.
     """
-    if not offers:
+    some = [source for source, offer in enumerate(offers) if len(offer.chances)]
+    if not some:
         batch = len(budget.max_drafts)
         return Plan(Proposal.empty(batch), np.empty(0, np.int64), np.empty(0))
-    if len(offers) == 1:
-        (offer,) = offers
-        sources = np.zeros(len(offer.chances), np.int64)
+    if len(some) == 1:
+        offer = offers[some[0]]
+        sources = np.full(len(offer.chances), some[0], np.int64)
         return Plan(offer.drafts, sources, _survival(offer))
-    return _join_several(offers, budget)
+    return _join_several({source: offers[source] for source in some}, budget)
 
 
 def _survival(offer: Offer) -> Floats:
@@ -84,67 +76,87 @@ def _survival(offer: Offer) -> Floats:
     return np.array(alive[:-1])
 
 
-def _join_several(offers: Sequence[Offer], budget: Budget) -> Plan:
-    drafts = [offer.drafts.drafts() for offer in offers]
-    spans = [np.split(offer.chances, offer.drafts.starts[1:-1]) for offer in offers]
-    trees: list[Draft] = []
-    sources: list[int] = []
-    alive: list[float] = []
-    for r, most in enumerate(budget.max_drafts.tolist()):
-        options = [
-            _Option(i, drafts[i][r], spans[i][r].tolist())
-            for i in range(len(offers))
-            if drafts[i][r].tokens
-        ]
-        tree, mine, chances = _tree(options, budget.trees)
-        survivals = survival(tree.parents, chances)
+def _join_several(offers: Mapping[int, Offer], budget: Budget) -> Plan:
+    """offers: by what `Plan.sources` calls them."""
+    tokens, parents, sure = list[int](), list[int](), list[float]()
+    sources, alive, counts = list[int](), list[float](), list[int]()
+    parts = [_by_request(source, offer) for source, offer in offers.items()]
+    for most, *mine in zip(budget.max_drafts.tolist(), *parts, strict=True):
+        tree = _tree([part for part in mine if part.tokens], budget.trees)
+        survivals = survival(tree.parents, tree.chances)
         if len(survivals) > most:
             nodes = likeliest(survivals, most)
-            tree = tree.keep(nodes)
-            survivals, mine = [survivals[node] for node in nodes], [mine[node] for node in nodes]
-        trees.append(tree)
-        sources += mine
+            tree, survivals = tree.keep(nodes), [survivals[node] for node in nodes]
+        tokens += tree.tokens
+        parents += tree.parents
+        sure += tree.sure
+        sources += tree.sources
         alive += survivals
-    return Plan(Proposal.of(trees), np.array(sources, np.int64), np.array(alive))
+        counts.append(len(survivals))
+    ids, lengths, above, origin = (
+        np.array(column, np.int64) for column in (tokens, counts, parents, sources)
+    )
+    joined = Proposal.found(ids, lengths, above, np.array(sure), trees=budget.trees)
+    return Plan(joined, origin, np.array(alive))
 
 
-@dataclass(frozen=True, eq=False)
-class _Option:
-    """What one offer has for one request.
+class _Drafts(NamedTuple):
+    """Drafts of one request: each one's token, parent, confidence, chance and source."""
 
-    source: index of the offer
-    chances: of each draft, given that its parent is accepted
-    """
-
-    source: int
-    draft: Draft
+    tokens: list[int]
+    parents: list[int]
+    sure: list[float]
     chances: list[float]
+    sources: list[int]
 
     @property
     def expected(self) -> float:
-        """Expected number of accepted drafts, if the draft is a chain."""
+        """Expected number of accepted drafts, if they are a chain."""
         return float(sum(accumulate(self.chances, mul)))
 
+    def keep(self, nodes: Sequence[int]) -> _Drafts:
+        """Return these drafts alone, in this order; each one's parent must be among them."""
+        place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
+        columns: tuple[list[Any], ...] = self
+        kept = _Drafts(*([column[node] for node in nodes] for column in columns))
+        return kept._replace(parents=[place[parent] for parent in kept.parents])
 
-def _tree(options: Sequence[_Option], trees: bool) -> tuple[Draft, list[int], list[float]]:
-    """Return one tree for a request, the source of each draft, and the chance of each."""
-    if not options:
-        return chain(()), [], []
-    if not trees or len(options) == 1:
-        best = max(options, key=lambda option: option.expected)  # of equals the first
-        return best.draft, [best.source] * len(best.chances), best.chances
-    tree, places = unite([option.draft for option in options])
-    found, sources = [0.0] * len(tree.tokens), [-1] * len(tree.tokens)
+
+def _by_request(source: int, offer: Offer) -> list[_Drafts]:
+    """Return what an offer has for each request."""
+    drafts = offer.drafts
+    columns = drafts.tokens, drafts.parents, drafts.confidences, offer.chances
+    lists: list[list[Any]] = [column.tolist() for column in columns]
+    lists.append([source] * len(offer.chances))
+    starts = drafts.starts.tolist()
+    return [_Drafts(*(column[a:b] for column in lists)) for a, b in pairwise(starts)]
+
+
+def _tree(parts: Sequence[_Drafts], trees: bool) -> _Drafts:
+    """Return one tree for a request: of the first part, and of others what is not in it yet."""
+    if len(parts) == 1:
+        return parts[0]
+    if not trees and parts:
+        return max(parts, key=lambda part: part.expected)  # of equals the first
+    tree = _Drafts([], [], [], [], [])
+    known: dict[tuple[int, int], int] = {}
     taken: defaultdict[int, float] = defaultdict(float)  # chances of a node's children so far
-    for option, mine in zip(options, places, strict=True):
-        before = taken.copy()
-        for node, chance in zip(mine, option.chances, strict=True):
-            if sources[node] < 0:
-                # other offers have drafts for the same place, and only one draft can be right
-                parent = tree.parents[node]
-                found[node] = chance * (1.0 - min(1.0, before[parent]))
-                sources[node] = option.source
-                taken[parent] += found[node]
+    for part in parts:
+        before, mine = taken.copy(), list[int]()
+        for token, parent, sure, chance, source in zip(*part, strict=True):
+            above = ROOT if parent == ROOT else mine[parent]
+            node = known.setdefault((above, token), len(tree.tokens))
+            if node == len(tree.tokens):
+                # other parts have drafts for the same place, and only one draft can be right
+                left = chance * (1.0 - min(1.0, before[above]))
+                taken[above] += left
+                tree.tokens.append(token)
+                tree.parents.append(above)
+                tree.sure.append(sure)
+                tree.chances.append(left)
+                tree.sources.append(source)
             else:
-                found[node] = max(found[node], chance)
-    return tree, sources, found
+                tree.sure[node] = max(tree.sure[node], sure)
+                tree.chances[node] = max(tree.chances[node], chance)
+            mine.append(node)
+    return tree

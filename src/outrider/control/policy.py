@@ -10,6 +10,7 @@ compared.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -61,15 +62,19 @@ def choose(proposal: Proposal, survival: Floats, seconds: Floats, margin: float 
     return Choice(nodes, float(tokens[best]), float(seconds[batch + best]))
 
 
-def best_goodput(survival: Floats, batch: int, seconds: Floats) -> float:
-    """Return the highest goodput that drafts of these survivals can reach."""
-    falling = -np.sort(-survival)[: len(seconds) - batch - 1]
-    return float(goodputs(falling, batch, seconds)[1].max())
+def best_goodput(survival: Floats, batch: int, seconds: Floats) -> Any:
+    """Return the highest goodput that drafts of these survivals can reach, [...].
+
+    survival: [..., M]; seconds: [..., at least B + 1], as of `choose`
+    """
+    falling = -np.sort(-survival)[..., : seconds.shape[-1] - batch - 1]
+    best: Any = goodputs(falling, batch, seconds)[1].max(-1)
+    return best
 
 
 def goodputs(falling: Floats, batch: int, seconds: Floats) -> tuple[Floats, Floats]:
     """Return the tokens, and the tokens per second, of a step with 0, 1, ... of these drafts."""
-    tokens = np.empty(len(falling) + 1)
-    tokens[0] = batch
-    np.add(falling.cumsum(), batch, out=tokens[1:])
-    return tokens, tokens / np.maximum(seconds[batch : batch + len(tokens)], 1e-12)
+    tokens = np.empty((*falling.shape[:-1], falling.shape[-1] + 1))
+    tokens[..., 0] = batch
+    np.add(falling.cumsum(-1), batch, out=tokens[..., 1:])
+    return tokens, tokens / np.maximum(seconds[..., batch : batch + tokens.shape[-1]], 1e-12)

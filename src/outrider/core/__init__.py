@@ -18,7 +18,6 @@ from outrider.core.proposal import (
     chain,
     likeliest,
     survival,
-    unite,
 )
 from outrider.core.request import FinishReason, Request
 from outrider.core.rules import (
@@ -89,7 +88,6 @@ __all__ = [
     "survival",
     "target_distribution",
     "transformed",
-    "unite",
     "verify",
     "verify_block",
     "verify_match",

@@ -175,32 +175,6 @@ def likeliest(survival: Sequence[float], most: int) -> list[int]:
     return sorted(sorted(range(len(survival)), key=lambda node: -survival[node])[:most])
 
 
-def unite(drafts: Sequence[Draft]) -> tuple[Draft[PointMass], list[list[int]]]:
-    """Join several drafts for one request into a tree that has each of their paths once.
-
-    Returns the tree and, for each of the drafts, where its tokens are in it. The first draft's come
-    first, in their order. A token is as sure as the surest says.
-    """
-    tokens: list[int] = []
-    parents: list[int] = []
-    sure: list[float] = []
-    known: dict[tuple[int, int], int] = {}
-    places: list[list[int]] = []
-    for draft in drafts:
-        mine: list[int] = []
-        for token, parent, confidence in zip(draft.tokens, draft.parents, draft.sure, strict=True):
-            above = ROOT if parent == ROOT else mine[parent]
-            node = known.setdefault((above, token), len(tokens))
-            if node == len(tokens):
-                tokens.append(token)
-                parents.append(above)
-                sure.append(confidence)
-            sure[node] = max(sure[node], confidence)
-            mine.append(node)
-        places.append(mine)
-    return Draft(tuple(tokens), tuple(parents), PointMass(), tuple(sure)), places
-
-
 @dataclass(frozen=True, eq=False)
 class Proposal(Generic[D_co]):
     """The drafts of a batch of requests: a forest, one tree and one distribution for each.
