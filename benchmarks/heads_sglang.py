@@ -1,0 +1,160 @@
+"""A head for a real model on the real CPU server, beside lookups and bare SGLang.
+
+    python benchmarks/heads_sglang.py build/head   # 10 minutes, in setup-sglang-cpu's environment
+    python benchmarks/heads_sglang.py --report     # the table and the goals of the last run
+
+The target is SmolLM2-135M-Instruct; heads_domain.py says how its head is trained. Two servers side
+by side, of which one works at a time, go on from the middle of held-out files. Requests say who
+drafts. What counts is the ratio of speeds within a round; each round has prompts of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from common import model_path, show_goals, spread, write
+from common_sglang import fill_cache, measure, same_outputs, side_by_side
+from heads_domain import prompts
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from outrider.report import provenance
+
+RESULT = Path(__file__).parent / "results" / "heads_sglang.json"
+TARGET = "smollm2-135m-instruct"
+BATCHES, TOKENS, ROUNDS, DRAFTS, THREADS = (1, 4, 16), 48, 3, 4, "2"
+BARE, HEAD, ADAPTIVE = "bare", "eagle3", "adaptive"
+LOOKUPS = ("ngram", "suffix")
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: {"drafter": name, "max_drafts": DRAFTS} for name in (*LOOKUPS, HEAD)},
+    ADAPTIVE: {"drafter": ADAPTIVE},
+}
+FLAGS = (
+    *("--dtype", "bfloat16", "--context-length", "2048", "--mem-fraction-static", "0.5"),
+    *("--max-running-requests", "16", "--max-total-tokens", "16384", "--enable-metrics"),
+)
+
+
+def main() -> None:
+    """Measure and report, or only report."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("head", type=Path, nargs="?", help="written by train_head.py")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    args = parser.parse_args()
+    if args.report:
+        result = json.loads(RESULT.read_text())
+    elif args.head and (args.head / "training.json").is_file():
+        result = compare(args.head, args.rounds)
+    else:
+        parser.error("name the directory of a head that scripts/train_head.py wrote")
+    result["cells"] = [cell(result["runs"], batch) for batch in BATCHES]
+    result["goals"] = goals(result["cells"])
+    write("heads_sglang", result, RESULT)
+    show(result)
+
+
+def compare(head: Path, rounds: int) -> dict[str, Any]:
+    """Let every method answer every batch, round by round."""
+    from transformers import AutoTokenizer
+
+    made, training = provenance(), json.loads((head / "training.json").read_text())
+    asked = prompts(AutoTokenizer.from_pretrained(model_path(TARGET)))
+    ours = (
+        *("--attention-backend", "outrider", "--speculative-algorithm", "OUTRIDER"),
+        *("--speculative-draft-model-path", str(head.resolve())),
+    )
+    profile = json.dumps({"drafter": ADAPTIVE, "drafters": {name: {} for name in METHODS}})
+    runs: list[dict[str, Any]] = []
+    with side_by_side(TARGET, FLAGS, ours, THREADS, profile) as (bare, drafting), Progress() as bar:
+        task = bar.add_task("runs", total=(rounds + 1) * len(BATCHES) * (1 + len(METHODS)))
+        for number in range(-1, rounds):  # control has met traffic before
+            for batch in BATCHES:
+                own = [asked[(number * batch + i) % len(asked)] for i in range(batch)]
+                fill_cache(bare, own, None)
+                fill_cache(drafting, own, {"drafter": HEAD})
+                found: dict[str, dict[str, Any]] = {}
+                names = [BARE, *METHODS]
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    server = bare if name == BARE else drafting
+                    found[name] = measure(server, own, TOKENS, METHODS.get(name))
+                    bar.advance(task)
+                for name, run in found.items() if number >= 0 else ():
+                    same = same_outputs(run, found[BARE])
+                    del run["parts"]
+                    runs.append(
+                        {"method": name, "batch": batch, "round": number, "same": same, **run}
+                    )
+    for run in runs:
+        del run["outputs"]
+    return {
+        **{"provenance": made, "target": TARGET, "training": training, "tokens": TOKENS},
+        **{"max_drafts": DRAFTS, "threads": THREADS, "flags": FLAGS, "runs": runs},
+    }
+
+
+def cell(runs: list[dict[str, Any]], batch: int) -> dict[str, Any]:
+    """Say how the methods do at a batch: ratios within a round, medians over rounds."""
+    own = [run for run in runs if run["batch"] == batch]
+    speed = {(run["method"], run["round"]): run["tokens_per_second"] for run in own}
+    rounds = sorted({run["round"] for run in own})
+    same = sum(run["same"] for run in own if run["method"] != BARE)
+    return {
+        "batch": batch,
+        "bare_tokens_per_second": spread([speed[BARE, number] for number in rounds]),
+        "times_bare": {
+            name: spread([speed[name, number] / speed[BARE, number] for number in rounds])
+            for name in METHODS
+        },
+        "same_as_bare": f"{same}/{batch * len(rounds) * len(METHODS)}",
+    }
+
+
+def goals(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what was to be shown, and whether it was."""
+
+    def times(cell: dict[str, Any], name: str) -> float:
+        return float(cell["times_bare"][name]["median"])
+
+    beats = times(cells[0], HEAD) / max(times(cells[0], name) for name in LOOKUPS)
+    slowest = min(times(cell, ADAPTIVE) for cell in cells)
+    fixed = [name for name in METHODS if name != ADAPTIVE]
+    of_best = min(
+        times(cell, ADAPTIVE) / max(times(cell, name) for name in fixed) for cell in cells
+    )
+    return [
+        {
+            "goal": "the head beats the lookups at B = 1 on its own domain",
+            "value": round(beats, 3),
+            "met": beats > 1.0,
+        },
+        {
+            "goal": "adaptive at least 0.98 of bare SGLang, every batch",
+            "value": round(slowest, 3),
+            "met": slowest >= 0.98,
+        },
+        {
+            "goal": "adaptive at least 0.97 of the best single one, every batch",
+            "value": round(of_best, 3),
+            "met": of_best >= 0.97,
+        },
+    ]
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the speed of each method as a multiple of bare SGLang."""
+    table = Table("B", "bare, tokens/s", *METHODS, "answers as bare")
+    for found in result["cells"]:
+        spreads = [found["bare_tokens_per_second"], *found["times_bare"].values()]
+        said = ("{median:.2f} ({min:.2f}-{max:.2f})".format(**one) for one in spreads)
+        table.add_row(str(found["batch"]), *said, found["same_as_bare"])
+    Console(width=120).print(table)
+    show_goals(result["goals"])
+
+
+if __name__ == "__main__":
+    main()
