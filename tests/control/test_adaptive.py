@@ -13,7 +13,7 @@ import pytest
 
 from outrider.control.adaptive import AdaptiveDrafter, adaptive_drafter
 from outrider.control.device import DEPTHS
-from outrider.control.model_choice import CREDIT, SHARE, Account
+from outrider.control.model_choice import CREDIT, DEBT, SHARE, Account
 from outrider.control.step import Step
 from outrider.core import Budget, KeyedCoins, Outcome, Proposal, chain
 from outrider.drafters import AheadDrafter
@@ -484,6 +484,14 @@ def test_an_account_may_spend_what_is_saved_and_a_share_of_all_time():
     for _ in range(100):
         account.observe(step(1.0, 11, without=1.0), 1.0)
     assert account.balance == CREDIT
+    for _ in range(10):
+        account.observe(step(1000.0, 1, without=1.0), 1.0)  # the machine stood still
+    for _ in range(round(DEBT / SHARE) - 1):
+        account.observe(step(1.0, 1), 1.0)
+        assert account.is_overdrawn
+    for _ in range(2):
+        account.observe(step(1.0, 1), 1.0)
+    assert not account.is_overdrawn
 
 
 def test_knots_is_the_former_name_of_row_buckets():

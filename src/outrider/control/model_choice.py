@@ -34,6 +34,11 @@ CREDIT = 8.0
 """The most that an account holds, and what a new one has, in plain steps. What single steps gain or
 lose must be well below it."""
 
+DEBT = 4.0
+"""The most that an account can owe, in plain steps. Where the machine stands still for a moment, a
+step takes long, and not for the model's sake: the model is not called for DEBT / SHARE steps then,
+however long the moment was."""
+
 FOR_TRIES = 2.0
 """How much of the credit can be spent on tries."""
 
@@ -117,7 +122,7 @@ class Account:
         """
         saved = step.tokens / step.without - step.seconds if is_mine and step.without else 0.0
         paid = (SHARE * step.seconds + saved) / plain if plain else 0.0
-        self.balance = min(self.balance + paid, CREDIT)
+        self.balance = max(-DEBT, min(self.balance + paid, CREDIT))
         self._plain = RECENT * self._plain + step.tokens / step.requests * plain
         self._seconds = RECENT * self._seconds + step.seconds
 
