@@ -69,8 +69,9 @@ class Drafter(Protocol):
     of the target whose output it reads. 0 is the embedding, i the output of layer i; the last
     layer's is what the head reads, after the final norm. `observe` then finds the states of the
     rows that were kept in `Outcome.hidden`; those of the prompt come with the first step. States
-    may be missing: a cached prefix has none, and after a fault a drafter is given its requests
-    again. It then proposes nothing, or drafts without them. (SGLang's heads find them in slots.)
+    may be missing: the SGLang host gives none (its heads find them in slots), a cached prefix has
+    none, and after a fault a drafter is given its requests again. It then proposes nothing, or
+    drafts without them.
     """
 
     name: str
