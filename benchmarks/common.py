@@ -66,6 +66,11 @@ def spread(values: list[float]) -> dict[str, float]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
+def at_least(goal: str, value: float, least: float) -> dict[str, Any]:
+    """Return a goal, and whether a figure meets it."""
+    return {"goal": goal, "value": round(value, 3), "met": value >= least}
+
+
 def show_goals(goals: Sequence[dict[str, Any]]) -> None:
     """Print what was to be shown, and whether it was."""
     for goal in goals:
