@@ -67,6 +67,8 @@ def main() -> None:
     kept = json.loads(args.out.read_text()) if set(asked) != set(CELLS) else {"shapes": {}}
     result = compare(asked, REQUESTS, TOKENS) if asked else {"shapes": {}}
     result = merged(result, {s: v for s, v in kept["shapes"].items() if s not in result["shapes"]})
+    if args.report:
+        result = {"provenance": kept["provenance"], **result}
     result["goals"] = goals(result)
     write("heads_parity", result, args.out)
     show(result)
