@@ -96,3 +96,23 @@ def test_doctor_looks_at_a_head_as_a_head():
     assert not report.count("problem")
     assert any("is a head" in finding.what for finding in report.findings)
     assert report.cost is None
+
+
+def test_a_target_that_is_named_twice_drafts_with_its_own_layer(changed):
+    """As SGLang is told to: --speculative-draft-model-path is the target's path."""
+    with_layer = changed("target", num_nextn_predict_layers=1)
+    assert not is_head(with_layer)
+    report = examine(with_layer.path, with_layer.path, None, Plan())
+    said = [finding.what for finding in report.findings]
+    assert any(
+        "has a head among its own weights (mtp), which reads the last states" in s for s in said
+    )
+    assert report.cost is None  # nobody weighs it as a draft model
+    assert not any("draft" in row.what for row in report.budget.rows)
+
+
+def test_twin_a_target_without_a_layer_of_its_own_is_a_draft_model():
+    target = str(TINY / "target")
+    report = examine(target, target, None, Plan())
+    assert not any("own weights" in finding.what for finding in report.findings)
+    assert report.cost is not None

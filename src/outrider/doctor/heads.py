@@ -10,7 +10,7 @@ from outrider.doctor.finding import Finding
 from outrider.doctor.model import Model
 from outrider.errors import Unsupported
 
-__all__ = ["check_head", "is_head"]
+__all__ = ["check_head", "is_head", "is_own_layer"]
 
 _TENSORS = ("fc.weight", "midlayer.", "eh_proj.weight", "mtp.", "mtp_layers.")
 _OTHER = "use the head with the target that it was trained for"
@@ -30,8 +30,20 @@ def is_head(model: Model) -> bool:
     return not has_model and any(name.startswith(_TENSORS) for name in tensors)
 
 
-def check_head(target: Model, head: Model) -> Iterator[Finding]:
-    """Compare a head's config.json with its target's."""
+def is_own_layer(target: Model, draft: Model) -> bool:
+    """Say whether the target is named twice, and has an MTP layer: then that layer drafts."""
+    try:
+        from outrider.drafters.heads.formats import has_mtp
+    except ImportError:  # without PyTorch
+        return False
+    return Path(draft.path).resolve() == Path(target.path).resolve() and has_mtp(target.whole)
+
+
+def check_head(target: Model, head: Model, is_own: bool = False) -> Iterator[Finding]:
+    """Compare a head's config.json with its target's.
+
+    is_own: whether it is the MTP layer among the target's own weights
+    """
     try:
         from outrider.drafters.heads.formats import head_layers, head_shape, kind_of
     except ImportError:
@@ -42,8 +54,9 @@ def check_head(target: Model, head: Model) -> Iterator[Finding]:
         return
     layers = target.layers or 0
     try:
-        kind, shape = kind_of(head.whole), head_shape(head.whole, head.path)
-        read = head_layers(head.whole, layers)
+        kind = "mtp" if is_own else kind_of(head.whole)
+        shape = head_shape(head.whole, head.path, kind)
+        read = head_layers(head.whole, layers, kind)
     except Unsupported as error:
         yield Finding("models", "problem", f"{head.name}: {error.what}", fix=error.fix)
         return
@@ -57,6 +70,8 @@ def check_head(target: Model, head: Model) -> Iterator[Finding]:
             yield Finding("models", "problem", f"{said}{theirs:,}", "it is not loaded", _OTHER)
     how = "speculators" if "speculators_model_type" in head.whole else "SGLang"
     said = f"{head.name} is a head ({kind}, in the format of {how}) that reads "
+    if is_own:
+        said = f"{head.name} has a head among its own weights ({kind}), which reads "
     many = "the last states" if read == (layers,) else f"the states of layers {list(read)}"
     yield Finding("models", "ok", f"{said}{many} of {target.name}'s {layers} layers")
     yield from _check_count(head, layers, how)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.doctor.finding import LEVELS, Finding, size
-from outrider.doctor.heads import check_head, is_head
+from outrider.doctor.heads import check_head, is_head, is_own_layer
 from outrider.doctor.known_bad import Facts, check_known_bad
 from outrider.doctor.machine import Machine, check_machine, look
 from outrider.doctor.memory import Budget, budget, check_memory
@@ -136,7 +136,8 @@ def examine(
                 f"{target.name} is a head, not a model",
                 fix="name the model that it drafts for, then the head: outrider doctor TARGET HEAD",
             )
-        head = draft if draft is not None and is_head(draft) else None
+        is_own = draft is not None and is_own_layer(target, draft)
+        head = draft if draft is not None and (is_own or is_head(draft)) else None
         models = [target, draft] if draft and head is None else [target]
         for model in models:
             refused = [*check_kind(model)]
@@ -146,13 +147,13 @@ def examine(
         findings += _dtype(models, plan, in_sglang)
         findings += check_context(target, None if head else draft, plan, in_sglang)
         if head is not None:
-            findings += [*head.findings, *check_head(target, head)]
+            findings += [*(() if is_own else head.findings), *check_head(target, head, is_own)]
         elif draft is not None:
             findings += check_tokens(target, draft)
             findings += check_cost(target, draft, plan, machine.device == "cpu")
             cost = Cost.of(target, draft, plan, plan.draft_bits)
         if served is None or memory_gib is not None:  # what runs has its memory
-            found = budget(target, draft, plan, machine.room)
+            found = budget(target, None if is_own else draft, plan, machine.room)
             findings += check_memory(found, plan, target, draft is not None and in_sglang)
     findings += check_known_bad(_facts(machine, served))
     return Report(target, draft, plan, machine, served, _in_order(findings), found, cost)
