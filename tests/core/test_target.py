@@ -229,3 +229,15 @@ def test_what_is_known_of_a_request_before_its_logits():
         assert transformed(values, rows).equal(changed), params
         assert asked.sampling.is_raw == changed.equal(values), params
         assert asked.sampling.looks_back == bool(paths), params
+
+
+def test_one_position_further_the_coins_are_the_next():
+    """The same requests, one token later: greedy rows flip none, the others that of the place."""
+    requests = [request(0), request(1, temperature=1.0), request(2, temperature=0.7, top_k=4)]
+    first, second = (Rows(requests, range(3), [depth] * 3, lambda: [()] * 3) for depth in (0, 1))
+    later = logits(3, seed=1)
+    found = target_distribution(logits(3), first).after(transformed(later, first))
+    expected = target_distribution(later, second)
+    assert found.draw(KeyedCoins()).equal(expected.draw(KeyedCoins()))
+    assert found.positions.equal(expected.positions)
+    assert found.logits.equal(expected.logits)

@@ -201,10 +201,8 @@ class SglangHead(SlotSequences, SlotHead):
         lengths = np.array([sequence.length for sequence in sequences])
         depths = np.arange(max(limits))[:, None]
         line, last = to_device(np.stack([lines, lengths - 1]), self._table.device)
-        x, ends = (
-            self._x[self._table[line, last].long()],
-            np.where(depths < limits, lengths + depths, 0),
-        )
+        x = self._x[self._table[line, last].long()]
+        ends = np.where(depths < limits, lengths + depths, 0)
         return UnrolledHead(self.head, self._table, self._pool, x, line, ends)
 
     def fork(self, sequence: DraftSequence) -> Branch:
@@ -349,10 +347,8 @@ class UnrolledHead:
             self._counts,
             self._ends[depth],
         )
-        self._x, self._depth = (
-            self._head(tokens, self._x, self._positions[depth], attend),
-            depth + 1,
-        )
+        self._x = self._head(tokens, self._x, self._positions[depth], attend)
+        self._depth += 1
         return self._head.logits(self._x)
 
 
