@@ -75,22 +75,17 @@ class TargetDistribution:
     seeds: Tensor
     positions: Tensor
 
-    def draw(self, coins: Coins, seeds: Tensor | None = None) -> Tensor:
-        """Return the token that plain decoding emits after each row, [N] int64.
-
-        seeds: [N] to draw with other coins than plain decoding's
-        """
-        seeds = self.seeds if seeds is None else seeds
+    def draw(self, coins: Coins) -> Tensor:
+        """Return the token that plain decoding emits after each row, [N] int64."""
         tokens = self.logits.argmax(-1)
         rows = [row for row, greedy in enumerate(self.greedy) if not greedy]
         if rows:
-            tokens[rows] = coins.draw(self.logits[rows], seeds[rows], self.positions[rows])
+            tokens[rows] = coins.draw(self.logits[rows], self.seeds[rows], self.positions[rows])
         return tokens
 
-    def ranked(self, coins: Coins, count: int, seeds: Tensor | None = None) -> Tensor:
+    def ranked(self, coins: Coins, count: int) -> Tensor:
         """Return what `draw` does, then what it would if that were impossible, and so on.
 
-        seeds: as there
         -> [N, count] int64; fewer columns if there are not so many tokens
         """
         count = min(count, self.logits.shape[-1])
@@ -98,7 +93,7 @@ class TargetDistribution:
             return self.logits.topk(count).indices
         guess, found = self, list[Tensor]()
         for _ in range(count):
-            found.append(guess.draw(coins, seeds))
+            found.append(guess.draw(coins))
             logits = guess.logits.scatter(-1, found[-1][:, None], -math.inf)
             guess = replace(guess, logits=logits)
         return torch.stack(found, -1)

@@ -186,7 +186,7 @@ class ModelDrafter(Generic[S]):
             self._unroll(requests, budget)
         else:
             while eager := self._eager(requests, budget):
-                self._draw(eager, self._read(eager), budget)
+                self._draw(eager, budget)
         self.seconds += time.perf_counter() - started
         return Proposal.of(
             [
@@ -270,17 +270,10 @@ class ModelDrafter(Generic[S]):
         cached = state.sequence.length
         return [*request.tokens_from(cached), *state.drafts[max(0, cached - request.length) :]]
 
-    def _read(self, eager: Sequence[tuple[Request, DraftState[S]]]) -> Tensor:
-        """Launch a pass over what is unread. Return the logits after it, [B, V]."""
-        logits = self._model.extend([(s.sequence, self._unread(r, s)) for r, s in eager])
-        return fit_vocabulary(logits, self._vocab_size)
-
-    def _draw(
-        self, eager: Sequence[tuple[Request, DraftState[S]]], logits: Tensor, budget: Budget
-    ) -> None:
-        """Draw one more draft for each request, as the target would from these logits."""
-        guess = target_distribution(logits, _rows(eager))
-        tokens, claims = self._ranked(guess, eager, budget)
+    def _draw(self, eager: Sequence[tuple[Request, DraftState[S]]], budget: Budget) -> None:
+        """Draw one more draft for each request, as the target would from the model's logits."""
+        guess = self._guess(eager, _rows(eager), budget)
+        tokens, claims = self._ranked(guess, budget)
         probs = None if budget.rule == "match" else guess.probs()
         # all that was launched only: here the host waits for the pass
         self._take(eager, (tokens.tolist(), claims.tolist()), budget)
@@ -303,15 +296,15 @@ class ModelDrafter(Generic[S]):
             return
         model: Any = self._model
         least, rows = self._least(budget), _rows(eager)
-        guess = target_distribution(self._read(eager), rows)
+        guess = self._guess(eager, rows, budget)
         limits = [state.most - 1 for _, state in eager]  # the last draft is not read
         unrolled: Unrolled = model.unroll([state.sequence for _, state in eager], limits)
-        tokens, claims = self._ranked(guess, eager, budget)
+        tokens, claims = self._ranked(guess, budget)
         copied = Copied(tokens, claims)
         while self._pays(eager, budget.min_gain, least):
             logits = fit_vocabulary(unrolled.read(tokens[:, 0]), self._vocab_size)
             guess = guess.after(transformed(logits, rows))
-            tokens, claims = self._ranked(guess, eager, budget)
+            tokens, claims = self._ranked(guess, budget)
             before, copied = copied, Copied(tokens, claims)
             self._take(eager, before.read(), budget, least)
         self._take(eager, copied.read(), budget, least)
@@ -324,20 +317,22 @@ class ModelDrafter(Generic[S]):
         promise = [s.survival for _, s in eager if s.wants_more(least, unseen=1)]
         return bool(promise) and sum(promise) >= min_gain
 
-    def _ranked(
-        self,
-        guess: TargetDistribution,
-        eager: Sequence[tuple[Request, DraftState[S]]],
-        budget: Budget,
-    ) -> tuple[Tensor, Tensor]:
+    def _guess(
+        self, eager: Sequence[tuple[Request, DraftState[S]]], rows: Rows, budget: Budget
+    ) -> TargetDistribution:
+        """Launch a pass over what is unread. Return what the target's distribution may be after it.
+
+        Its seeds are those to draw drafts with.
+        """
+        logits = self._model.extend([(s.sequence, self._unread(r, s)) for r, s in eager])
+        guess = target_distribution(fit_vocabulary(logits, self._vocab_size), rows)
+        starts = torch.tensor([request.position for request, _ in eager], device=guess.seeds.device)
+        return replace(guess, seeds=budget.draft_seeds(guess.seeds, starts))
+
+    def _ranked(self, guess: TargetDistribution, budget: Budget) -> tuple[Tensor, Tensor]:
         """Return the draft of each request and its siblings, and how likely each is, [B, count]."""
-        seeds, count = guess.seeds, 1
-        if budget.rule != "match":
-            starts = [request.position for request, _ in eager]
-            seeds = budget.draft_seeds(seeds, torch.tensor(starts, device=seeds.device))
-        elif budget.trees:
-            count += self._siblings
-        tokens = guess.ranked(budget.coins, count, seeds)
+        count = 1 + self._siblings if budget.trees and budget.rule == "match" else 1
+        tokens = guess.ranked(budget.coins, count)
         return tokens, guess.logits.softmax(-1).gather(-1, tokens)
 
     def _take(
