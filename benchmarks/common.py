@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -69,6 +69,11 @@ def spread(values: list[float]) -> dict[str, float]:
 def at_least(goal: str, value: float, least: float) -> dict[str, Any]:
     """Return a goal, and whether a figure meets it."""
     return {"goal": goal, "value": round(value, 3), "met": value >= least}
+
+
+def of_best(times: Mapping[str, float], name: str = "adaptive") -> float:
+    """Return how fast one contender is beside the best of the others."""
+    return times[name] / max(value for other, value in times.items() if other != name)
 
 
 def show_goals(goals: Sequence[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from common import at_least, different_tokens, load, show_goals, write
+from common import at_least, different_tokens, load, of_best, show_goals, write
 from heads import TINY
 from rich.console import Console
 from rich.progress import track
@@ -197,14 +197,9 @@ def measure() -> dict[str, Any]:
 
 def goals(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what was to be shown, and whether it was."""
-
-    def of_best(cell: dict[str, Any]) -> float:
-        times = cell["times_plain"]
-        return float(times["adaptive"] / max(v for name, v in times.items() if name != "adaptive"))
-
     different = sum(cell["different"] for cell in cells)
-    worst = min(map(of_best, cells))
-    mixed = min(of_best(cell) for cell in cells if cell["kind"] == "mixed")
+    worst = min(of_best(cell["times_plain"]) for cell in cells)
+    mixed = min(of_best(cell["times_plain"]) for cell in cells if cell["kind"] == "mixed")
     alone = [
         cell["times_plain"] for cell in cells if (cell["kind"], cell["batch"]) == ("stories", 1)
     ]

@@ -53,11 +53,9 @@ def paths(proposal):
 def test_a_joined_tree_has_each_path_once(offers):
     plan = join(offers, budget(*[99] * FEW))
     offered = [paths(offer.drafts) for offer in offers]
-    if sum(map(bool, offered)) > 1:
-        assert Counter(paths(plan.tree)) == Counter({path for mine in offered for path in mine})
-    for path, source, sure in zip(
-        paths(plan.tree), plan.sources, plan.tree.confidences, strict=True
-    ):
+    assert Counter(paths(plan.tree)) == Counter({path for mine in offered for path in mine})
+    columns = paths(plan.tree), plan.sources, plan.tree.confidences
+    for path, source, sure in zip(*columns, strict=True):
         assert source == next(i for i, mine in enumerate(offered) if path in mine)
         said = [
             offer.drafts.confidences[i]

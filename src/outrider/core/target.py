@@ -77,6 +77,8 @@ class TargetDistribution:
 
     def draw(self, coins: Coins) -> Tensor:
         """Return the token that plain decoding emits after each row, [N] int64."""
+        if not any(self.greedy):  # rows that are picked by a list are a copy to the device
+            return coins.draw(self.logits, self.seeds, self.positions)
         tokens = self.logits.argmax(-1)
         rows = [row for row, greedy in enumerate(self.greedy) if not greedy]
         if rows:

@@ -262,7 +262,7 @@ class ModelDrafter(Generic[S]):
     def _least(self, budget: Budget) -> float:
         """Return the chance that a draft must have to be read."""
         # one that promises less than half its share of a pass only makes the pass longer
-        share = budget.min_gain / max(1, sum(most > 0 for most in budget.max_drafts))
+        share = budget.min_gain / max(1, int(np.count_nonzero(budget.max_drafts)))
         return max(self._min_survival, float(share) / 2)
 
     def _unread(self, request: Request, state: DraftState[S]) -> list[int]:
@@ -297,11 +297,13 @@ class ModelDrafter(Generic[S]):
         model: Any = self._model
         least, rows = self._least(budget), _rows(eager)
         guess = self._guess(eager, rows, budget)
-        limits = [state.most - 1 for _, state in eager]  # the last draft is not read
-        unrolled: Unrolled = model.unroll([state.sequence for _, state in eager], limits)
+        unrolled: Unrolled | None = None
         tokens, claims = self._ranked(guess, budget)
         copied = Copied(tokens, claims)
         while self._pays(eager, budget.min_gain, least):
+            if unrolled is None:
+                limits = [state.most - 1 for _, state in eager]  # the last draft is not read
+                unrolled = model.unroll([state.sequence for _, state in eager], limits)
             logits = fit_vocabulary(unrolled.read(tokens[:, 0]), self._vocab_size)
             guess = guess.after(transformed(logits, rows))
             tokens, claims = self._ranked(guess, budget)
