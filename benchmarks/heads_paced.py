@@ -36,6 +36,10 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     "suffix": {"profile": {"drafter": "suffix", "max_drafts": CHAIN}},
     MODEL: {"profile": {"drafter": "model", "max_drafts": CHAIN}, "draft_model": True},
     HEAD: {"profile": {"drafter": "eagle3", "max_drafts": CHAIN}, "head": True},
+    "eagle3 on the device": {
+        "profile": {"drafter": "eagle3", "max_drafts": CHAIN, "drafters": {"eagle3": {"depth": 6}}},
+        "head": True,
+    },
     "eagle3 tree": {
         "profile": {"drafter": "eagle3", "max_drafts": TREE, "drafters": {"eagle3": {"width": 3}}},
         "head": True,

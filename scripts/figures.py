@@ -135,6 +135,16 @@ def heads_paced() -> Iterator[Row]:
         yield [str(cell["batch"]), *said]
 
 
+def heads_sglang() -> Iterator[Row]:
+    """A head for a real model on the real CPU server beside lookups, times bare SGLang."""
+    cells = result("heads_sglang")["cells"]
+    names = list(cells[0]["times_bare"])
+    yield ["B", "bare SGLang, tokens/s", *(f"`{name}`" for name in names)]
+    for cell in cells:
+        said = [spread(cell["times_bare"][name]) for name in names]
+        yield [str(cell["batch"]), spread(cell["bare_tokens_per_second"]), *said]
+
+
 def pool() -> Iterator[Row]:
     """Control over a pool of drafters, and each of them alone, times plain decoding."""
     cells = result("pool")["cells"]
@@ -429,8 +439,8 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     for make in (
         adaptive_by_batch, adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch,
         paced_by_batch_0_5_23, paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
-        kernels_static, compatibility, heads, heads_domain, heads_paced, pool, ahead_counted,
-        ahead_paced, ahead_real, ahead_coins, soak, fuzz, side_channel,
+        kernels_static, compatibility, heads, heads_domain, heads_paced, heads_sglang, pool,
+        ahead_counted, ahead_paced, ahead_real, ahead_coins, soak, fuzz, side_channel,
     )
 }  # fmt: skip
 

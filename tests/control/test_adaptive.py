@@ -533,7 +533,7 @@ def test_what_a_draft_server_foresees_says_nothing_of_lookups():
         world = World(2)
         drafter = AdaptiveDrafter({"suffix": Guesser("suffix", 0.0)} | free, clock=world.clock)
         world.run(drafter, 60)
-        chances = drafter.device._chances
+        chances = drafter.device.arms["device"].chances
         learned.append(chances.of(drafter.acceptance.rows([0, 1]), DEPTHS[:2]).tolist())
         assert sum(map(sum, world.drafts[30:])) > 300 or not free
     assert learned[0] == learned[1]

@@ -38,6 +38,7 @@ from typing import Any
 from outrider.control.acceptance import Acceptance
 from outrider.control.cost import StepCost
 from outrider.control.curve import ROW_BUCKETS
+from outrider.control.device import NAME as DEVICE
 from outrider.control.device import DeviceChoice
 from outrider.control.model_choice import ModelChoice, PassingDrafter, Situation
 from outrider.control.plan import Offer, Plan, join
@@ -112,7 +113,8 @@ class AdaptiveDrafter:
         self._rows: Ints = NO_INDICES
         self._last = Proposed((), Proposal.empty(0), NO_INDICES, ())
         self._done: Done | None = None
-        self._drafted_on_device: Outcomes | None = None  # of a step, to learn from
+        # of a step, to learn from: what it did, and who drafted
+        self._drafted_on_device: tuple[Outcomes, str] | None = None
         self._observed: float | None = None  # when the last outcome came, if nothing came between
 
     def start(self, requests: Sequence[Request]) -> None:
@@ -153,12 +155,13 @@ class AdaptiveDrafter:
         step, self._step = self._step, None
         on_device = done.num_drafts.any() and (step is None or not step.speculated)
         if self.device is not None and on_device:
-            self._drafted_on_device = done
+            self._drafted_on_device = done, self.device.drafted
         # if a request was taken away meanwhile, nothing is learned from the step
         if step is not None and step.requests == len(done.requests):
             step.seconds, step.tokens = now - step.t, len(done.tokens)
-            if on_device:
-                step.rows, step.on_device = step.rows + int(done.num_drafts.sum()), True
+            if self.device is not None and on_device:
+                step.rows += int(done.num_drafts.sum())
+                step.on_device = self.device.drafted
             step.padded = self.padded and step.speculated and not step.on_device
             self._done = Done(step, self._offers, self._rows, done)
             if self._on_step is not None:
@@ -179,7 +182,7 @@ class AdaptiveDrafter:
     def _learn(self) -> None:
         """Learn from the last step: its time, and which drafts were right, used or not."""
         if self.device is not None and self._drafted_on_device is not None:
-            self.device.learn(self._drafted_on_device)
+            self.device.learn(*self._drafted_on_device)
             self._drafted_on_device = None
         if self._done is None:
             return
@@ -194,11 +197,15 @@ class AdaptiveDrafter:
             self._on_step(done.step)
         step = done.step
         if self.device is not None and step.on_device and step.ahead:
-            self.device.learn_time(step.rows, step.context, step.requests, step.seconds)
+            self.device.learn_time(step, int(done.outcomes.num_drafts.max()))
+        if self.device is not None and not done.step.caught_up:
+            self.device.learn_reached(step)
         for offer in done.offers:
             score(offer, self.acceptance[offer.name], done.rows, done.outcomes)
-            if self.device is not None and not step.on_device and offer.name in self._lookups:
-                self.device.learn_from(offer, done.rows, done.outcomes)
+            if self.device is not None:
+                arm = DEVICE if offer.name in self._lookups else offer.name
+                if arm != step.on_device:  # it learns from its own drafts
+                    self.device.learn_from(arm, offer, done.rows, done.outcomes)
 
     def look(self, requests: Sequence[Request], budget: Budget) -> None:
         """Make the drafts of a step that was launched without them, while the device works.
@@ -227,11 +234,13 @@ class AdaptiveDrafter:
             should_wake = False
             now.seconds[batch] = batch / self.device.goodput  # a model has to beat this
         for model in self.models.values():
+            if model.name == self._on_device:
+                continue  # it drafts already
             model.estimate(now)
             should_wake = should_wake or model.should_wake(now)
         if should_wake:
             self._stop_device()
-        self.is_asleep = not should_wake and not self._uses_device
+        self.is_asleep = not should_wake and not self._on_device
 
     def used(self, request: Request) -> str:
         """Return who drafted for a request in the last step; "" if nobody did."""
@@ -298,7 +307,7 @@ class AdaptiveDrafter:
             goodput, users = model.users(now, goodput, step)
         if len(users):
             self._stop_device()
-        if self._uses_device:
+        if self._on_device:
             self.is_asleep = False
             return plan, NO_INDICES
         if self._must_check_plain(goodput, batch, now.seconds):
@@ -314,8 +323,9 @@ class AdaptiveDrafter:
         return plan, best.nodes
 
     @property
-    def _uses_device(self) -> bool:
-        return self.device is not None and bool(self.device.widths)
+    def _on_device(self) -> str:
+        """Who drafts on the device; "" if nobody does."""
+        return self.device.drafter if self.device is not None and self.device.widths else ""
 
     def _stop_device(self) -> None:
         if self.device is not None:
@@ -341,8 +351,9 @@ class AdaptiveDrafter:
         return is_close and self._since_plain[bucket] >= CHECK
 
     def _learn_times(self, step: Step) -> None:
-        given = step.rows, step.context, step.target_seconds, step.requests, step.padded
-        self.cost.observe(*given, step.ahead)
+        if step.on_device not in self.models:  # a head's passes are part of its time
+            given = step.rows, step.context, step.target_seconds, step.requests, step.padded
+            self.cost.observe(*given, step.ahead)
         if step.follows and not step.ahead and not step.draft_passes:
             self.cost.host.observe(step.requests, step.host_seconds)
         if step.ahead or not (step.speculated or self.cost.launches_ahead):

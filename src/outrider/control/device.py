@@ -1,29 +1,34 @@
 """Whether the device should make the drafts, and how many for each request.
 
-A host may be able to look drafts up on the device, and to launch such a step before the step before
-it is known. This costs no wait. But how many drafts a request gets must be said before anybody
-knows whether there are good ones. So what counts is how many of its drafts were accepted in its
-last steps: the chance of a draft depends on its request and its depth.
+A host may be able to look drafts up on the device, or to let a head draft there, and to launch such
+a step before the step before it is known. This costs no wait. But how many drafts a request gets
+must be said before anybody knows whether they are good. So what counts is how many of its drafts
+were accepted in its last steps: the chance of a draft depends on its request and its depth.
 
 A depth stands for a confidence: `Chances` learns a probability for each, and a shift for each
-request.
+request. A head's chances are learned from all that it drafts, on the device or not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.control.acceptance import Acceptance
+from outrider.control.acceptance import Acceptance, Chances
 from outrider.control.cost import StepCost
-from outrider.control.model_choice import Situation
+from outrider.control.curve import Curve
+from outrider.control.model_choice import DEPTHS as PASSES
+from outrider.control.model_choice import ModelChoice, Situation
 from outrider.control.plan import Offer
 from outrider.control.policy import goodputs
 from outrider.control.scoring import levels
+from outrider.control.step import Step
 from outrider.core import Bools, Floats, Ints, Outcomes, Request
 
 NAME = "device"
+"""The lookup."""
 
 MOST = 16
 """The most drafts of a request. The chance of a deep one is learned late."""
@@ -46,27 +51,91 @@ were: so many looks count for one. It then drafts for TRIAL steps at least."""
 CHECK, CLOSE = 256, 1.2
 """If the device's drafts gain less than CLOSE, a plain step is made after so many looks."""
 
+LEAST = 0.01
+"""The least share of a step that a head's passes take, whatever was measured."""
+
 RATE = 0.05
 """Weight of a step in moving averages."""
 
 
+@dataclass(eq=False)
+class Arm:
+    """One way to draft on the device.
+
+    name: NAME, or that of a head
+    chances: of its drafts
+    head: what is known of it where the host drafts with it; None for the lookup
+    passes: the time of a pass of the head in such a step, by requests
+    reached: goodput of the host with the head, on average
+    """
+
+    name: str
+    chances: Chances
+    head: ModelChoice | None = None
+    passes: Curve = field(default_factory=Curve)
+    reached: float = 0.0
+
+    def seconds(self, depth: int, batch: int) -> float:
+        """Return how long it takes to draft so deep. A lookup takes no time."""
+        if self.head is None:
+            return 0.0
+        if self.passes.has_seen(batch):
+            return depth * self.passes.seconds(batch)
+        return self.head.cost.seconds(depth, batch, 2 * batch)
+
+    def observe(self, outcomes: Outcomes, rows: Ints) -> None:
+        """Learn from a step in which it drafted. rows: [B] of the requests, see `Acceptance`"""
+        goes_on = np.array([reason is None for reason in outcomes.finish_reasons])
+        accepted, widths = outcomes.num_accepted_drafts, outcomes.num_drafts
+        for depth in range(1, min(MOST, int(widths.max())) + 1):
+            tried = np.flatnonzero(goes_on & (widths >= depth) & (accepted >= depth - 1))
+            if not len(tried):
+                return
+            self.learn(rows[tried], depth, accepted[tried] >= depth)
+
+    def observe_offer(self, offer: Offer, rows: Ints, outcomes: Outcomes) -> None:
+        """Learn from drafts of the host's, of which the device's would not have been far."""
+        drafts = offer.drafts
+        for depth, (nodes, hits) in enumerate(levels(offer, outcomes), start=1):
+            first = drafts.ranks[nodes] == 0
+            self.learn(rows[drafts.owners[nodes[first]]], depth, hits[first])
+            if depth == MOST:
+                break
+        if self.head is None:  # a head that drafted nothing was not asked
+            without = np.setdiff1d(np.arange(len(rows)), drafts.owners)
+            self.learn(rows[without], 1, np.zeros(len(without), np.bool_))
+
+    def learn(self, rows: Ints, depth: int, hits: Bools) -> None:
+        """Learn which drafts at a depth were right, of those whose parents were."""
+        self.chances.observe(rows, np.full(len(rows), DEPTHS[depth - 1]), hits)
+
+
 class DeviceChoice:
-    """Decides whether the device drafts.
+    """Decides whether the device drafts, and how.
 
     is_possible: whether the host says that it could in the next step
+    ready: the heads that could
+    drafter: who drafts there, while somebody does
     widths: how many drafts each request gets, by id; empty while the device makes none
     goodput: tokens per second that are expected of them
+    drafted: who drafted in the step that is observed next; set by the host
     """
 
     def __init__(self, acceptance: Acceptance, cost: StepCost, margin: float) -> None:
-        self._chances = acceptance.add(NAME).first
+        self.arms = {NAME: Arm(NAME, acceptance.add(NAME).first)}
         self._acceptance, self._cost, self._margin = acceptance, cost, margin
-        self.is_possible = False
+        self.is_possible, self.ready = False, frozenset[str]()
+        self.drafter = self.drafted = NAME
         self.widths: dict[int, int] = {}
         self.goodput = 0.0
         self._idle = self._steps = 0  # looks since the device last drafted, and since it does
         self._pace = 1.0  # how much longer its steps take than expected
         self._others = 0.0  # goodput of the host's drafts, on average
+
+    def add(self, head: ModelChoice) -> None:
+        """Let a head draft on the device too."""
+        chances = self._acceptance.add(f"{head.name} on the device").first
+        self.arms[head.name] = Arm(head.name, chances, head)
 
     def of(self, requests: Sequence[Request]) -> Ints:
         """Return how many drafts the device makes for each of these requests."""
@@ -88,87 +157,120 @@ class DeviceChoice:
             return False
         plain, weight = batch / float(now.seconds[batch]), 1 - (1 - RATE) ** (batch**0.5)
         self._others += weight * (others - self._others)
-        bar = max(plain, self._others)
         if not self.widths:
-            # all of a large batch is told the device before its first step
-            bar *= 1 + self._margin + SWITCH * batch
             self._steps, self._idle = 0, self._idle + 1
-            return self._decide(now, context, bar)
+            # all of a large batch is told the device before its first step
+            more = 1 + self._margin + SWITCH * batch
+            return self._decide(now, context, others, more * plain, more)
         self._steps, self._idle = self._steps + 1, 0
         if self._steps >= CHECK and self.goodput < CLOSE * plain:
             self.stop()  # for a step: the time of plain ones must be recent
             return False
-        if self._steps * (1 + batch // 16) < TRIAL:
+        is_new = any(request.id not in self.widths for request in now.requests)
+        if self._steps * (1 + batch // 16) < TRIAL and not is_new:
             return True
-        return self._decide(now, context, max(plain, (1 - STAY) * bar))
+        return self._decide(now, context, others, plain, 1 - STAY)
 
-    def learn_time(self, rows: int, context: int, batch: int, seconds: float) -> None:
-        """Learn how long a step took in which the device drafted, launched ahead."""
-        expected = float(self._cost.ahead_table(rows, context, batch)[-1])
-        if expected:
-            ratio = min(max(seconds / expected, 0.5), 2.0)
+    def learn_time(self, step: Step, depth: int) -> None:
+        """Learn how long a step took in which the device drafted so deep, launched ahead."""
+        table = self._cost.ahead_table(step.rows, step.context, step.requests)
+        expected, arm = float(table[-1]), self.arms.get(step.on_device)
+        if not expected or arm is None:
+            return
+        if arm.head is None:
+            ratio = min(max(step.seconds / expected, 0.5), 2.0)
             self._pace += RATE * (ratio - self._pace)
+        else:
+            more = max(step.seconds - expected, LEAST * step.seconds)
+            arm.passes.observe(step.requests, more / depth)
 
-    def learn(self, outcomes: Outcomes) -> None:
-        """Learn from a step in which the device drafted."""
-        request = self._acceptance.rows([request.id for request in outcomes.requests])
-        goes_on = np.array([reason is None for reason in outcomes.finish_reasons])
-        accepted, widths = outcomes.num_accepted_drafts, outcomes.num_drafts
-        for depth in range(1, min(MOST, int(widths.max())) + 1):
-            tried = np.flatnonzero(goes_on & (widths >= depth) & (accepted >= depth - 1))
-            if not len(tried):
-                return
-            self._observe(request[tried], depth, accepted[tried] >= depth)
+    def learn_reached(self, step: Step) -> None:
+        """Learn what the host reaches with a head, from a step in which it drafted."""
+        if step.draft_passes and (arm := self.arms.get(step.model)) is not None:
+            reached = step.tokens / step.seconds
+            arm.reached += RATE * (reached - arm.reached) if arm.reached else reached
 
-    def learn_from(self, offer: Offer, rows: Ints, outcomes: Outcomes) -> None:
-        """Learn from a lookup of the host's, of which the device's would not have been far.
+    def learn(self, outcomes: Outcomes, drafter: str) -> None:
+        """Learn from a step in which the device drafted. drafter: who did"""
+        if (arm := self.arms.get(drafter)) is not None:
+            rows = self._acceptance.rows([request.id for request in outcomes.requests])
+            arm.observe(outcomes, rows)
 
+    def learn_from(self, drafter: str, offer: Offer, rows: Ints, outcomes: Outcomes) -> None:
+        """Learn from drafts of the host's.
+
+        drafter: whose drafts on the device are like these
         rows: [B] of the requests: see `Acceptance.rows`
         """
-        if len(rows) > LARGEST:
-            return
-        drafts = offer.drafts
-        for depth, (nodes, hits) in enumerate(levels(offer, outcomes), start=1):
-            first = drafts.ranks[nodes] == 0
-            self._observe(rows[drafts.owners[nodes[first]]], depth, hits[first])
-            if depth == MOST:
-                break
-        without = np.setdiff1d(np.arange(len(rows)), drafts.owners)
-        self._observe(rows[without], 1, np.zeros(len(without), np.bool_))
+        if len(rows) <= LARGEST and (arm := self.arms.get(drafter)) is not None:
+            arm.observe_offer(offer, rows, outcomes)
 
-    def _observe(self, rows: Ints, depth: int, hits: Bools) -> None:
-        self._chances.observe(rows, np.full(len(rows), DEPTHS[depth - 1]), hits)
-
-    def _survival(self, now: Situation) -> Floats:
+    def _survival(self, arm: Arm, now: Situation) -> Floats:
         """Return the chance that each request's drafts are accepted up to each depth, [B, K]."""
         most = np.minimum(now.budget.max_drafts, MOST)
         batch, deepest = len(most), int(most.max(initial=0))
         rows, sure = np.repeat(now.rows, deepest), np.tile(DEPTHS[:deepest], batch)
-        chances = self._chances.of(rows, sure)
-        if self._idle > TRY:
-            chances = self._chances.optimistic(rows, sure, np.full(len(rows), self._idle / SLOWLY))
+        chances = arm.chances.of(rows, sure)
+        # a head is tried by the host: there its tries are paid for
+        if self._idle > TRY and arm.head is None:
+            chances = arm.chances.optimistic(rows, sure, np.full(len(rows), self._idle / SLOWLY))
         survival = chances.reshape(batch, deepest).cumprod(1)
         survival[np.arange(deepest) >= most[:, None]] = 0.0
         return survival
 
-    def _decide(self, now: Situation, context: int, bar: float) -> bool:
-        """Choose the widths of highest goodput. Return whether it is above the bar."""
-        survival = self._survival(now)
-        batch, drafts = survival.shape[0], survival.ravel()
-        if not drafts.any():
+    def _decide(
+        self, now: Situation, context: int, others: float, plain: float, share: float
+    ) -> bool:
+        """Choose who drafts, and the widths of highest goodput. Return whether somebody should.
+
+        others: see `is_best`
+        plain: goodput that must be exceeded
+        share: of what the host's own drafts reach, that must be exceeded too
+        """
+        found: tuple[float, str, Ints] | None = None
+        was = self.drafter if self.widths else ""
+        for name, arm in self.arms.items():
+            if arm.head is not None and name not in self.ready:
+                continue
+            goodput, widths = self._best(arm, now, context)
+            least = max(plain, share * self._others)
+            if arm.head is not None:
+                # where there is nothing to look up, what lookups reach elsewhere does not matter
+                least = max(plain, share * min(self._others, others))
+                least = least if name == was else max(least, arm.reached)
+            elif self.ready:
+                # what is copied ends all at once: the host's lookup sees that first
+                goodput = min(goodput, CLOSE * others)
+            if was and name != was:
+                least = max(least, self.goodput * (1 + self._margin))
+            if goodput > least and (found is None or goodput > found[0]):
+                found = goodput, name, widths
+        if found is None:
             self.stop()
             return False
-        order = np.argsort(-drafts, kind="stable")[: len(now.seconds) - batch - 1]
-        order = order[drafts[order] > 0]
-        table = self._cost.ahead_table(batch + len(order), context, batch)
-        table[batch + 1 :] *= self._pace
-        goodput = goodputs(drafts[order], batch, table)[1]
-        best = int(goodput.argmax())
-        if not best or goodput[best] <= bar:
-            self.stop()
-            return False
-        widths = np.bincount(order[:best] // survival.shape[1], minlength=batch).tolist()
+        self.goodput, self.drafter, widths = found
         ids = [request.id for request in now.requests]
-        self.goodput = float(goodput[best])
-        self.widths = dict(zip(ids, widths, strict=True))
+        self.widths = dict(zip(ids, widths.tolist(), strict=True))
         return True
+
+    def _best(self, arm: Arm, now: Situation, context: int) -> tuple[float, Ints]:
+        """Return the highest goodput of a way to draft, and its widths."""
+        survival = self._survival(arm, now)
+        batch, deepest = survival.shape
+        most_rows = min(len(now.seconds) - 1, batch + survival.size)
+        table = self._cost.ahead_table(most_rows, context, batch)
+        if arm.head is None:
+            table[batch + 1 :] *= self._pace
+        best, widths = 0.0, np.zeros(batch, np.int64)
+        for depth in PASSES[deepest >= PASSES].tolist() if arm.head else [deepest]:
+            drafts = survival[:, :depth].ravel()
+            order = np.argsort(-drafts, kind="stable")[: most_rows - batch]
+            order = order[drafts[order] > 0]
+            seconds = table + arm.seconds(depth, batch)
+            seconds[batch] = table[batch]  # without drafts there are no passes
+            goodput = goodputs(drafts[order], batch, seconds)[1]
+            taken = int(goodput.argmax())
+            if taken and goodput[taken] > best:
+                best = float(goodput[taken])
+                widths = np.bincount(order[:taken] // depth, minlength=batch)
+        return best, widths

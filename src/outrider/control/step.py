@@ -31,7 +31,7 @@ class Step:
     without: tokens per second that were expected without that model
     follows: whether it followed another step at once
     ahead: whether it was launched before the step before it was read
-    on_device: whether the device made its drafts
+    on_device: who drafted on the device; "" if the host made its drafts
     proposed: time at which the proposal was ready
     seconds: time of the whole step, drafting included
     drafters: number of requests that each drafter served; counted for `on_step` only
@@ -52,7 +52,7 @@ class Step:
     without: float = 0.0
     follows: bool = False
     ahead: bool = False
-    on_device: bool = False
+    on_device: str = ""
     proposed: float = 0.0
     seconds: float = 0.0
     drafters: dict[str, int] = field(default_factory=dict)

@@ -237,8 +237,7 @@ def dflash():
     return tiny_head(DFLASH)
 
 
-@pytest.fixture
-def runner():
+def tiny_runner():
     """As much of SGLang's as a head looks at: two requests in a table of scattered slots."""
     table = torch.randperm(600, generator=torch.Generator().manual_seed(1)).view(3, 200)
     return SimpleNamespace(
@@ -247,6 +246,11 @@ def runner():
         token_to_kv_pool_allocator=SimpleNamespace(size=600),
         page_size=1,
     )
+
+
+@pytest.fixture
+def runner():
+    return tiny_runner()
 
 
 class Req:

@@ -12,7 +12,7 @@ from outrider_test_site import no_repeat_processor
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang.host import host
-from outrider.hosts.sglang.on_device import Layout, accept, draft_rows, told_drafts
+from outrider.hosts.sglang.on_device import Layout, accept, draft_rows, look_up, told_drafts
 from outrider.hosts.sglang.profile import Profile
 from outrider.hosts.sglang.settings import _check_drafters
 
@@ -88,8 +88,9 @@ def decode(widths, steps, more=0):
     lens = torch.tensor([len(text) - 1 for text in known])
     layout, most, accepted = Layout.of(np.array(widths), "cpu"), max(widths), 0
     for _ in range(steps):
-        given = texts, lines, lens, index, table, layout.owner, layout.place, most, (1, 4)
-        tokens, pool_index, seq_lens, slots, drafts = draft_rows(*given)
+        drafts = look_up(texts, lines, lens, most, 1, 4)
+        given = texts, lines, lens, index, table, layout.owner, layout.place, drafts
+        tokens, pool_index, seq_lens, slots = draft_rows(*given)
         assert (pool_index == index[layout.owner]).all()
         assert (slots == table[pool_index, seq_lens - 1]).all()
         before = [texts[line, : n + 1].tolist() for line, n in zip(lines, lens, strict=True)]

@@ -125,7 +125,7 @@ def arguments(**asked):
     }
     flags = [
         *("dp_attention", "hierarchical_cache", "lora", "two_batch_overlap", "pdmux", "hisparse"),
-        *("mixed_chunk", "multi_layer_eagle"),
+        *("mixed_chunk", "multi_layer_eagle", "return_hidden_states"),
     ]
     default |= {f"enable_{name}": False for name in flags}
     default |= {"lora_paths": None, "is_embedding": False, "speculative_adaptive": False}
@@ -198,6 +198,17 @@ def test_the_profile_says_how_many_drafts(steps, expected, profile, monkeypatch)
     assert args.speculative_num_steps == expected
     with pytest.raises(Unsupported, match=r"max_drafts 7 with --speculative-num-steps 6"):
         settings.apply(arguments(speculative_num_draft_tokens=7))
+
+
+def test_a_head_of_fixed_depth_says_how_many_drafts(profile, monkeypatch):
+    heads = {"code": {"path": str(TINY.parent / "head"), "depth": 6}}
+    for name, path in profile(drafter="suffix", drafters=heads).items():
+        monkeypatch.setenv(name, path)
+    args = arguments()
+    settings.apply(args)
+    assert args.speculative_num_steps == 6
+    with pytest.raises(Unsupported, match=r"'code' of depth 6 with at most 5 drafts"):
+        settings.apply(arguments(speculative_num_steps=5))
 
 
 @pytest.mark.parametrize(

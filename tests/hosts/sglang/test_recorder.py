@@ -9,7 +9,7 @@ import pytest
 import torch
 from paced import clock
 from paced.log import finished_log
-from paced.model import FLAGS, write_model
+from paced.model import FLAGS, HEADED, write_head, write_model
 from paced.plugin import VARIABLE
 from paced.recorder import DEVICE, MixedDevices, Recorder, Step, is_labelled, label
 from paced.recorder import VARIABLE as RECORD
@@ -101,17 +101,14 @@ def test_others_are_not_counted():
 # -- Outrider's worker
 
 
-@pytest.fixture(scope="module")
-def steps(launch, tmp_path_factory):
-    """What the decode steps of a server do, by drafter."""
-    folder = tmp_path_factory.mktemp("recorder")
-    model, file = write_model(folder / "model"), folder / "steps.jsonl"
+def steps_of(launch, folder, profile, cases, *flags, layers=1):
+    """Return what the decode steps of a server do, by case: its name, its batch, its options."""
+    model, file = write_model(folder / "model", layers), folder / "steps.jsonl"
     setting = {"profile": "h100-8b", "log": str(folder / "passes.jsonl")}
     (folder / "device.json").write_text(json.dumps(setting))
-    profile = {"drafter": "suffix", "max_drafts": 8, "drafters": {"adaptive": {}}}
-    (folder / "profile.yaml").write_text(json.dumps(profile))
+    (folder / "profile.yaml").write_text(json.dumps({"max_drafts": 8, **profile}))
     server = launch(
-        "recorded", model, *FLAGS,
+        "recorded", model, *FLAGS, *flags,
         *("--max-running-requests", "8", "--max-total-tokens", "40000"),
         *("--mem-fraction-static", "0.1", "--context-length", "4096"),
         *("--attention-backend", "outrider", "--speculative-algorithm", "OUTRIDER"),
@@ -120,13 +117,7 @@ def steps(launch, tmp_path_factory):
     )  # fmt: skip
     server.wait()
     found = {}
-    for name, batch, options in (
-        ("suffix", 1, {"drafter": "suffix"}),
-        ("suffix, K = 2", 5, {"drafter": "suffix", "max_drafts": 2}),
-        ("suffix, B = 5", 5, {"drafter": "suffix"}),
-        ("adaptive, B = 5", 5, {"drafter": "adaptive"}),
-        ("none, B = 5", 5, {"drafter": "none"}),
-    ):
+    for name, batch, options in cases:
         file.unlink(missing_ok=True)
         asked, since = prompts(MIXED, batch, first=1), clock.now()
         params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
@@ -138,6 +129,19 @@ def steps(launch, tmp_path_factory):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         found[name] = [Step(**line) for line in lines if line["requests"] == batch]
     return found
+
+
+@pytest.fixture(scope="module")
+def steps(launch, tmp_path_factory):
+    cases = (
+        ("suffix", 1, {"drafter": "suffix"}),
+        ("suffix, K = 2", 5, {"drafter": "suffix", "max_drafts": 2}),
+        ("suffix, B = 5", 5, {"drafter": "suffix"}),
+        ("adaptive, B = 5", 5, {"drafter": "adaptive"}),
+        ("none, B = 5", 5, {"drafter": "none"}),
+    )
+    profile = {"drafter": "suffix", "drafters": {"adaptive": {}}}
+    return steps_of(launch, tmp_path_factory.mktemp("recorder"), profile, cases)
 
 
 def test_every_drafter_was_recorded(steps):
@@ -159,3 +163,16 @@ def test_a_step_reads_once_and_copies_twice(steps):
             if len(step.reads) > READS or len(step.copies) > most:
                 over[name] = {"reads": Counter(step.reads), "copies": Counter(step.copies)}
     assert not over, json.dumps(over, indent=1)
+
+
+def test_a_head_on_the_device_reads_nothing_before_the_launch(launch, tmp_path):
+    """Only the first step reads. Each one copies the slots that it reserves."""
+    profile = {"drafter": "eagle3", "drafters": {"eagle3": {"depth": 4}}}
+    flags = ("--speculative-draft-model-path", str(write_head(tmp_path / "head")))
+    cases = [(f"B = {batch}", batch, {}) for batch in (1, 5)]
+    for name, found in steps_of(launch, tmp_path, profile, cases, *flags, layers=HEADED).items():
+        assert len(found) > 3, name
+        assert not [mix for step in found for mix in step.mixes], name
+        for step in found[1:]:
+            assert not step.reads, name
+            assert len(step.copies) <= COPIES, name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -210,10 +210,21 @@ class Drafters:
             return Proposal.empty(len(requests))
         return proposal
 
-    def allow_device(self, may: bool) -> None:
-        """Tell control whether the device can draft in the next step."""
+    def add_to_device(self, heads: Iterable[str]) -> None:
+        """Tell control of heads that can draft on the device."""
         if self.control is not None and self.control.device is not None:
-            self.control.device.is_possible = may
+            for name in heads:
+                self.control.device.add(self.control.models[name])
+
+    def allow_device(self, may: bool, heads: frozenset[str] = frozenset()) -> None:
+        """Tell control whether the device can draft in the next step, and which heads there."""
+        if self.control is not None and self.control.device is not None:
+            self.control.device.is_possible, self.control.device.ready = may, heads
+
+    def drafted_on_device(self, drafter: str) -> None:
+        """Tell control who drafted on the device in the step that it is told of next."""
+        if self.control is not None and self.control.device is not None:
+            self.control.device.drafted = drafter
 
     def look(self, requests: Sequence[Any], budget: Budget) -> None:
         """Let control look for the drafts of a step that was launched without: to learn."""

@@ -15,8 +15,10 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 
 from outrider.core import FinishReason, Ints, Outcomes, Proposal
+from outrider.hosts.sglang.head_steps import HeadSteps
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.on_device import told_drafts
+from outrider.hosts.sglang.profile import DEVICE
 from outrider.hosts.sglang.request_table import Columns
 from outrider.hosts.sglang.requests import LiveRequest
 from outrider.hosts.sglang.rows import to_device, write_slots
@@ -35,6 +37,7 @@ class Flight:
     ahead: whether it was launched before the step before it was read
     widths: [B] how many drafts the device makes for each request of the batch. The host knows
         them, and the proposal, when it has read the step; `rows` are requests then.
+    head: that makes them; None if they are looked up
     result: what SGLang was told
     clock: of this step
     outcomes: what it did, once that is known
@@ -54,6 +57,14 @@ class Flight:
     foreseen: Mapping[int, str] = field(default_factory=dict)
     ahead: bool = False
     widths: Ints | None = None
+    head: HeadSteps | None = None
+
+    @property
+    def on_device(self) -> str:
+        """Who drafts on the device; "" if nobody does."""
+        if self.widths is None:
+            return ""
+        return DEVICE if self.head is None else self.head.name
 
     def drop_ended(self) -> None:
         """Take out who ended before this step: what it emits for them is seen by nobody."""

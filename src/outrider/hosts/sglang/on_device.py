@@ -1,9 +1,9 @@
 """Drafts that never leave the device: a step with drafts is launched before the last is known.
 
 The device has the text of each request, and its length. A step looks the last tokens up in the text
-(`ngram_match`), lays out its rows at the lengths that it finds, and moves the lengths on by what
-was accepted. So no launch waits for the host to read anything. The host reads drafts and tokens
-together, when it would have read the tokens of a plain step.
+(`ngram_match`) or lets a head draft (`HeadSteps`), lays out its rows at the lengths that it finds,
+and moves the lengths on by what was accepted. So no launch waits for the host to read anything. The
+host reads drafts and tokens together, when it would have read the tokens of a plain step.
 
 The price: how many drafts a request gets is said before anybody knows whether they are good, and
 the host knows only how long a text is at most.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.core import Ints, Proposal
+from outrider.hosts.sglang.head_steps import HeadSteps
 from outrider.hosts.sglang.host import changed
 from outrider.hosts.sglang.requests import ActiveRequests, LiveRequest
 from outrider.hosts.sglang.rows import StepRows, kind_groups, to_device
@@ -83,7 +84,7 @@ class DeviceTexts:
         self._tokens: Tensor | None = None  # not before somebody drafts from it
         self._owners: list[int] = [-1] * self.most_requests  # the request that each line is of
         self._lines: tuple[Sequence[LiveRequest], Tensor] | None = None
-        self._layout: tuple[bytes, Layout] | None = None
+        self._layouts: dict[bytes, Layout] = {}  # of this step and of the one before it
 
     def write(self, requests: Sequence[LiveRequest]) -> None:
         """Give the device what it lacks of the texts of a batch."""
@@ -114,7 +115,13 @@ class DeviceTexts:
         self._lines = None
 
     def step(
-        self, batch: Any, plain: Any, requests: Sequence[LiveRequest], kinds: Any, widths: Ints
+        self,
+        batch: Any,
+        plain: Any,
+        requests: Sequence[LiveRequest],
+        kinds: Any,
+        widths: Ints,
+        head: HeadSteps | None = None,
     ) -> DeviceStep:
         """Return a step with drafts for requests whose texts the device has.
 
@@ -122,16 +129,25 @@ class DeviceTexts:
             are right on the device; `seq_lens_cpu` says how long the texts are at most.
         kinds: how each request is sampled
         widths: [B] how many drafts each gets; one of them at least 1
+        head: that drafts; otherwise they are looked up
         """
         assert self._tokens is not None
         index, lens, lines = plain.req_pool_indices, plain.seq_lens, self._lines_of(requests)
         layout = self._layout_of(widths)
         owner, place, most = layout.owner, layout.place, int(widths.max())
-        text = self._tokens[:, : int(plain.seq_lens_cpu.max()) + 1]
-        step = draft_rows(text, lines, lens, index, self._table, owner, place, most, self._n)
-        tokens, pool_index, seq_lens, slots, drafts = step
+        longest = plain.seq_lens_cpu.numpy()
+        text = self._tokens[:, : int(longest.max()) + 1]
+        if head is None:
+            drafts = look_up(text, lines, lens, most, *self._n)
+        else:
+            drafts = head.draft(
+                requests, widths, text, lines, lens, index, longest, self._owners_and_places
+            )
+        tokens, pool_index, seq_lens, slots = draft_rows(
+            text, lines, lens, index, self._table, owner, place, drafts
+        )
         rows = layout.shape.row_owners
-        known = plain.seq_lens_cpu.numpy()[rows] + layout.shape.row_depths + 1
+        known = longest[rows] + layout.shape.row_depths + 1
         owners = rows.tolist()
         active = ActiveRequests((), np.arange(len(kinds)), widths, kinds)
         forward = changed(
@@ -170,11 +186,18 @@ class DeviceTexts:
             self._lines = requests, to_device(lines, self._table.device)
         return self._lines[1]
 
+    def _owners_and_places(self, counts: Ints) -> tuple[Tensor, Tensor]:
+        """Return whose each row is, and its place, if each request has so many."""
+        layout = self._layout_of(counts - 1)
+        return layout.owner, layout.place
+
     def _layout_of(self, widths: Ints) -> Layout:
         key = widths.tobytes()
-        if self._layout is None or self._layout[0] != key:
-            self._layout = key, Layout.of(widths, self._table.device)
-        return self._layout[1]
+        if key not in self._layouts:
+            if len(self._layouts) > 1:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[key] = Layout.of(widths, self._table.device)
+        return self._layouts[key]
 
 
 def _counted(counts: Ints) -> tuple[Ints, Ints]:
@@ -191,6 +214,18 @@ def _tokens_from(request: LiveRequest, start: int) -> Ints:
     return np.concatenate(parts)
 
 
+def look_up(
+    texts: Tensor, lines: Tensor, lens: Tensor, most: int, min_n: int, max_n: int
+) -> Tensor:
+    """Return what followed the last tokens of each text when they last stood in it, [B, most].
+
+    texts: [lines, L]
+    lines, lens: [B] where each request's text is, and how much of it is cached
+    """
+    limits = torch.full_like(lens, most)
+    return ngram_match(texts[lines], lens + 1, limits, most, min_n, max_n)[0].long()
+
+
 def draft_rows(
     texts: Tensor,
     lines: Tensor,
@@ -199,24 +234,21 @@ def draft_rows(
     table: Tensor,
     owner: Tensor,
     place: Tensor,
-    most: int,
-    n: tuple[int, int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Look drafts up, and lay rows out where the texts end.
+    drafts: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lay rows out where the texts end.
 
-    texts: [lines, L]
-    lines, lens, index: [B] where each request's text is, how much of it is cached, its pool index
+    texts, lines, lens: see `look_up`
+    index: [B] the requests' pool indices
     table: of slots, by pool index and position
     owner, place: [N] of the rows
-    most: drafts of a request
-    -> of the rows [N]: tokens, pool indices, lengths, slots; and the drafts [B, most]
+    drafts: [B, most]
+    -> of the rows [N]: tokens, pool indices, lengths, slots
     """
-    mine = texts[lines]
-    drafts, _ = ngram_match(mine, lens + 1, torch.full_like(lens, most), most, *n)
-    tokens = torch.cat([mine.gather(1, lens[:, None].long()), drafts], 1).long()
+    tokens = torch.cat([texts[lines, lens.long()][:, None].long(), drafts], 1)
     position, pool_index = lens[owner] + place, index[owner]
     slots = table[pool_index, position].long()
-    return tokens[owner, place], pool_index, (position + 1).to(lens.dtype), slots, tokens[:, 1:]
+    return tokens[owner, place], pool_index, (position + 1).to(lens.dtype), slots
 
 
 def accept(

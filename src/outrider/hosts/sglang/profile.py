@@ -14,7 +14,7 @@ from typing import Any, Literal, Optional
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outrider.core import Unsupported
+from outrider.core import Unsupported, is_whole
 from outrider.errors import one_line
 
 CONFIG_VARIABLE = "OUTRIDER_CONFIG"
@@ -101,6 +101,11 @@ class Profile(_Strict):
         ours = [draft] if draft else []
         wanted = [self.drafter, *self.drafters, "ngram", *ours, "none"]
         return list(dict.fromkeys(wanted))
+
+    def depths(self) -> dict[str, int]:
+        """Return how many drafts drafters make in every step, if they make as many in all."""
+        asked = {name: options.get("depth", 0) for name, options in self.drafters.items()}
+        return {name: depth for name, depth in asked.items() if is_whole(depth, 1)}
 
     def head_names(self) -> list[str]:
         """Return the names of heads among the drafters."""

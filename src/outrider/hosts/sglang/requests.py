@@ -18,6 +18,7 @@ class LiveRequest(Request):
     max_drafts: the most drafts in a step
     explain: whether it asks what each step did
     line, on_device: where its text is on the device, and how many tokens of it: see `on_device`
+    unread: how many tokens a head that drafts on the device may have to read: see `head_steps`
     tenant: whose texts it may share: those with its `cache_salt` or `extra_key`, as in SGLang's own
         prefix cache
     """
@@ -28,6 +29,7 @@ class LiveRequest(Request):
     explain: bool = False
     line: int = 0
     on_device: int = 0
+    unread: int = 0
     tenant: str = ""
 
 

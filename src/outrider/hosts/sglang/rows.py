@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.core import Ints, Proposal
@@ -60,7 +61,7 @@ def slots_at(batch: Any, pool_index: Tensor, position: Tensor) -> Tensor:
     return slots.to(torch.int64)
 
 
-def to_device(array: Ints, device: Any) -> Tensor:
+def to_device(array: NDArray[Any], device: Any) -> Tensor:
     """Copy an array to the device, without waiting for it."""
     on_host = torch.from_numpy(array)
     if torch.device(device).type == "cuda":

@@ -121,6 +121,7 @@ def apply(server_args: Any) -> None:
         usual = profile.max_drafts
         if usual is None:
             usual = ADAPTIVE_DRAFTS if profile.drafter == ADAPTIVE else DEFAULT_DRAFTS
+            usual = max([usual, *profile.depths().values()])
         steps = usual if rows is None else rows - 1
     if steps < 0 or rows not in (None, steps + 1):
         raise Unsupported(
@@ -132,6 +133,12 @@ def apply(server_args: Any) -> None:
             f"the profile's max_drafts {profile.max_drafts} with --speculative-num-steps {steps}",
             fix="leave the flag out, or give it the most that any request may have",
         )
+    for name, depth in profile.depths().items():
+        if depth > (steps if profile.max_drafts is None else profile.max_drafts):
+            raise Unsupported(
+                f"the drafter {name!r} of depth {depth} with at most {steps} drafts in a step",
+                fix="a smaller depth, or more with --speculative-num-steps or max_drafts",
+            )
     if profile.flush_tokens is not None and profile.flush_tokens <= steps:
         logger.warning(
             "flush_tokens %d: a step may give %d tokens, and several chunks at once show it",

@@ -106,7 +106,7 @@ class SglangBlocks(SlotHead):
 
         The last token of a sequence without a block begins one; those before it are context.
         """
-        self._raise_fault()
+        self.raise_fault()
         fresh = [(s, tokens) for s, tokens in segments if s.block is None]
         for i in range(0, len(fresh), MAX_BLOCKS):
             self._read(fresh[i : i + MAX_BLOCKS])

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.core import Ints, Outcome
+from outrider.core import Budget, Ints, Outcome, Proposal, Request, is_whole
 from outrider.drafters import ModelDrafter
 from outrider.drafters.heads import Head, HeadConfig
 from outrider.drafters.heads.drafter import StateReader
@@ -61,8 +61,9 @@ class SlotHead(ABC):
         self.name, self.vocab_size = head.name, config.vocab_size
         self.max_length = int(runner.model_config.context_len)
         self._reader, self._num_captured = head, len(captured)
-        self._columns = [captured.index(i) for i in head.hidden_layers]
         self._table: Tensor = runner.req_to_token_pool.req_to_token
+        columns = [captured.index(i) for i in head.hidden_layers]
+        self._columns = torch.tensor(columns, device=self._table.device)
         self._num_slots = runner.token_to_kv_pool_allocator.size + runner.page_size
         shared = ("embed_tokens.weight", "lm_head.weight")[: 1 + (head.name != "eagle3")]
         weights = [w for name, w in head.state_dict().items() if name not in shared]
@@ -109,7 +110,7 @@ class SlotHead(ABC):
         if not len(batch.out_cache_loc):
             return
         try:
-            each = states.unflatten(-1, (self._num_captured, -1))[:, self._columns]
+            each = states.unflatten(-1, (self._num_captured, -1)).index_select(1, self._columns)
             self._keep(batch, self._reader.reduce(each))
         except Exception as error:  # the target's step goes on; drafting learns of it when it asks
             self._fault = f"the target's states were not read: {error!r}"
@@ -117,7 +118,7 @@ class SlotHead(ABC):
     def _new_pool(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self._dtype, device=self._table.device)
 
-    def _raise_fault(self) -> None:
+    def raise_fault(self) -> None:
         """Raise if states could not be read since this was last asked."""
         if self._fault is not None:
             fault, self._fault = self._fault, None
@@ -184,7 +185,7 @@ class SglangHead(SlotSequences, SlotHead):
     @torch.inference_mode()
     def extend(self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]) -> Tensor:
         """Read tokens. Return the logits after the last one of each sequence, [B, V]."""
-        self._raise_fault()
+        self.raise_fault()
         if isinstance(segments[0][0], Branch):
             return self._extend_branches(segments)
         states, slots, counts = self._append(segments)
@@ -203,7 +204,11 @@ class SglangHead(SlotSequences, SlotHead):
         line, last = to_device(np.stack([lines, lengths - 1]), self._table.device)
         x = self._x[self._table[line, last].long()]
         ends = np.where(depths < limits, lengths + depths, 0)
-        return UnrolledHead(self.head, self._table, self._pool, x, line, ends)
+        return self.unroll_from(x, line, to_device(ends, self._table.device), ends)
+
+    def unroll_from(self, x: Tensor, lines: Tensor, positions: Tensor, ends: Ints) -> UnrolledHead:
+        """Begin to read on from states: see `UnrolledHead`."""
+        return UnrolledHead(self.head, self._table, self._pool, x, lines, positions, ends)
 
     def fork(self, sequence: DraftSequence) -> Branch:
         """Return a branch, which goes on from the head's own state."""
@@ -291,28 +296,37 @@ class SglangHead(SlotSequences, SlotHead):
             sequence.length += len(new)
         return states, slots, np.array(counts)
 
-    def _read(
-        self, tokens: Tensor, lines: Tensor, positions: Ints, counts: Ints
+    def read(
+        self, tokens: Tensor, lines: Tensor, positions: Tensor, counts: Ints, ends: Ints
     ) -> tuple[Tensor, Tensor]:
         """Read pairs. Return the states that follow and their slots, [N, H] and [N].
 
-        tokens, lines: [N] on the device; lines of the host's table
-        positions: [N] on the host
+        tokens, lines, positions: [N] lines of the host's table. What is read at position 0 is of no
+            use: the first token of a text is no pair.
         counts: rows of each sequence, on the host; they stand beside each other, in order
+        ends: the largest position of each sequence, or more, on the host
         """
-        position, counts = to_device(positions, self._table.device), counts[counts > 0]
-        slots, before = self._table[lines, position].long(), self._table[lines, position - 1].long()
+        slots = self._table[lines, positions].long()
+        before = self._table[lines, (positions - 1).clamp(min=0)].long()
         attend = PoolPass(
             self._pool,
             slots,
             lines,
-            lens=position,  # positions 1 to p are p keys
+            lens=positions.clamp(min=1),  # positions 1 to p are p keys
             table=self._table[:, 1:],
             counts=counts,
-            ends=positions[np.cumsum(counts) - 1],
+            ends=ends,
             is_prompt=int(counts.max()) > FEW_ROWS,
         )
-        return self.head(tokens, self._x[before], position, attend), slots
+        return self.head(tokens, self._x[before], positions, attend), slots
+
+    def _read(
+        self, tokens: Tensor, lines: Tensor, positions: Ints, counts: Ints
+    ) -> tuple[Tensor, Tensor]:
+        """Read pairs at positions that the host knows, [N]."""
+        counts = counts[counts > 0]
+        ends = positions[np.cumsum(counts) - 1]
+        return self.read(tokens, lines, to_device(positions, self._table.device), counts, ends)
 
 
 class UnrolledHead:
@@ -321,18 +335,25 @@ class UnrolledHead:
     table, pool: of the head
     x: [B, H] the states that they go on from
     lines: [B] of the table
-    ends: [K, B] the position of each token to read, on the host; 0 for one that is of no use
+    positions: [K, B] of each token to read; 0 for one that is of no use
+    ends: [K, B] the largest that these may be, on the host
     """
 
     def __init__(
-        self, head: Head, table: Tensor, pool: Tensor, x: Tensor, lines: Tensor, ends: Ints
+        self,
+        head: Head,
+        table: Tensor,
+        pool: Tensor,
+        x: Tensor,
+        lines: Tensor,
+        positions: Tensor,
+        ends: Ints,
     ) -> None:
         self._head, self._table, self._pool = head, table[:, 1:], pool
         self._x, self._lines, self._ends, self._depth = x, lines, ends, 0
-        self._positions = to_device(ends, table.device)
         # the first token of a text is no pair: its keys and values can be anything
-        self._slots = table[lines, self._positions].long()
-        self._lens, self._counts = self._positions.clamp(min=1), np.ones(len(x), np.int64)
+        self._positions, self._slots = positions, table[lines, positions].long()
+        self._lens, self._counts = positions.clamp(min=1), np.ones(len(x), np.int64)
 
     @torch.inference_mode()
     def read(self, tokens: Tensor) -> Tensor:
@@ -353,18 +374,36 @@ class UnrolledHead:
 
 
 class SglangHeadDrafter(ModelDrafter[DraftSequence]):
-    """Drafts with a head whose states are in the target's slots."""
+    """Drafts with a head whose states are in the target's slots.
+
+    depth: if given, every step has so many drafts, however sure the head is of them. Such steps can
+        be launched ahead: see `head_steps`.
+    """
 
     def __init__(
         self,
         model: SglangHead,
         vocab_size: int,
-        min_survival: float = 0.3,
+        min_survival: float | None = None,
         siblings: int = 0,
         width: int = 0,
+        depth: int | None = None,
     ) -> None:
+        if depth is not None:
+            if not is_whole(depth, 1) or depth >= FEW_ROWS:
+                raise ValueError(f"need a whole depth, 1 <= depth < {FEW_ROWS}")
+            if min_survival is not None or siblings or width:
+                raise ValueError("depth is for chains of one length: no other option goes with it")
+            min_survival = 0.0
+        min_survival = 0.3 if min_survival is None else min_survival
         super().__init__(model, vocab_size, min_survival, siblings, width)
-        self.name = model.name
+        self.name, self.depth = model.name, depth
+
+    def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
+        """Draft, no deeper than asked for."""
+        if self.depth is not None:
+            budget = replace(budget, max_drafts=np.minimum(budget.max_drafts, self.depth))
+        return super().propose(requests, budget)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Forget the drafts, right or not: they are read again with the target's states."""

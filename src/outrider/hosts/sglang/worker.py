@@ -54,6 +54,7 @@ from outrider.hosts.sglang.flights import (
     order_slots,
     would_keep,
 )
+from outrider.hosts.sglang.head_steps import HeadSteps
 from outrider.hosts.sglang.heads import draft_kind, head_sources, load_heads
 from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.memory import max_rows, num_penalties
@@ -69,6 +70,7 @@ from outrider.hosts.sglang.row_limits import backend_rows, share_rows
 from outrider.hosts.sglang.rows import StepRows, kind_groups, to_device
 from outrider.hosts.sglang.sampling import sample, sampling_kind
 from outrider.hosts.sglang.settings import OWN, check_model, verify_pass
+from outrider.hosts.sglang.slot_heads import FEW_ROWS, SglangHead
 from outrider.hosts.sglang.tracing import StepClock, Tracer
 from outrider.hosts.sglang.verify_pass import VerifyPass
 from outrider.kernels.sample_match import DeviceCoins
@@ -122,25 +124,33 @@ class OutriderWorker:
         sources = head_sources(profile, args)
         try:
             heads = load_heads(sources, runner, self._ranks)
+            self._drafters = Drafters.make(
+                profile, names, vocab_size, model, self._ranks, graphs, heads
+            )
         except Unsupported as error:
             raise SystemExit(f"outrider: {error}") from error
         self._heads = [head for head in heads.values() if head is not None]
         self._wants_states = bool(sources)
-        self._drafters = Drafters.make(
-            profile, names, vocab_size, model, self._ranks, graphs, heads
-        )
         self._requests = RequestTable(
             self._drafters, names, profile.drafter, args, profile.max_drafts
         )
         self._begin_verify(args, profile.verify_pass)
         self._texts: DeviceTexts | None = None
-        # other backends plan a pass by lengths, which the host does not know then
-        can = args.attention_backend in (OWN, "torch_native") and self._ranks.alone
-        if can and {DEVICE, ADAPTIVE} & {*names} and not self._heads:
-            table, lookup = runner.req_to_token_pool.req_to_token, self._drafters.lookup
-            self._texts = DeviceTexts(table, **lookup)
+        self._head_steps: dict[str, HeadSteps] = {}
         self._penalties = Penalties()
         self._coins = DeviceCoins()
+        # other backends plan a pass by lengths, which the host does not know then
+        can = args.attention_backend in (OWN, "torch_native") and self._ranks.alone
+        self._depths = {name: n for name, n in profile.depths().items() if name in heads}
+        if can and {DEVICE, ADAPTIVE, *self._depths} & {*names}:
+            table, lookup = runner.req_to_token_pool.req_to_token, self._drafters.lookup
+            self._texts = DeviceTexts(table, **lookup)
+            self._head_steps = {
+                name: HeadSteps(name, head, table, vocab_size, self._coins)
+                for name, head in heads.items()
+                if isinstance(head, SglangHead)
+            }
+            self._drafters.add_to_device(self._head_steps)
         num_rows = len(runner.req_to_token_pool.req_to_token)
         # the last token by req_pool_index, written and read by the forward stream only
         self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=runner.device)
@@ -271,8 +281,9 @@ class OutriderWorker:
         draft = plain.spec_info
         if self._needs_nothing(batch, draft):
             return self._launch_plain(batch, plain, StepClock(None), ahead=True)
-        if draft.on_device and (widths := self._device_widths(batch)) is not None:
-            launched = self._launch_on_device(batch, plain, widths, StepClock(None))
+        plan = self._device_plan(batch) if draft.on_device else None
+        if plan is not None and draft.flight.head is plan[1]:  # another one has not read the texts
+            launched = self._launch_on_device(batch, plain, *plan, StepClock(None))
             if launched is not None:
                 return launched
         self._main = draft.main
@@ -288,17 +299,21 @@ class OutriderWorker:
         clock.lap("host")
         columns, is_whole = self._requests.columns, len(active.requests) == len(requests)
         proposal: Proposal = Proposal.empty(len(active.requests))
-        widths = self._device_widths(batch) if is_whole and not columns.adaptive else None
+        plan = self._device_plan(batch) if is_whole and not columns.adaptive else None
+        if plan is not None and plan[1] is not None and not plan[1].is_ready(requests):
+            plan = None  # the host lets it catch up
         is_alive = active.requests[0].finish_reason is None
-        if asks := widths is None and columns.may_draft and is_alive:
+        if asks := plan is None and columns.may_draft and is_alive:
             budget = self._budget(batch, active.requests, active.members)
-            may = is_whole and self._may_use_device(columns, int(active.lens.max()))
-            self._drafters.allow_device(may)
+            if is_whole:
+                self._allow_device(columns, active.requests, int(active.lens.max()))
+            else:
+                self._drafters.allow_device(False)
             proposal = self._drafters.propose(plain, active.requests, budget)
-            widths = self._device_widths(batch) if is_whole and columns.adaptive else None
+            plan = self._device_plan(batch) if is_whole and columns.adaptive else None
         self._charge_draft(clock)
-        if widths is not None:
-            launched = self._launch_on_device(batch, plain, widths, clock, active)
+        if plan is not None:
+            launched = self._launch_on_device(batch, plain, *plan, clock, active)
             if launched is not None:
                 return launched
         foreseen = self._drafters.found() if columns.explain and asks else {}
@@ -404,25 +419,43 @@ class OutriderWorker:
         fits = longest + int(columns.max_drafts.max()) + 2 <= texts.width
         return fits and len(columns.kinds) <= texts.most_requests
 
-    def _device_widths(self, batch: Any) -> Ints | None:
-        """Return how many drafts the device makes for each request; None if it makes none."""
+    def _allow_device(
+        self, columns: Columns, requests: Sequence[LiveRequest], longest: int
+    ) -> None:
+        """Tell control whether the device can draft in the next step, and which heads."""
+        may = columns.adaptive and self._may_use_device(columns, longest)
+        steps = self._head_steps.items() if may else ()
+        ready = frozenset(name for name, head in steps if head.is_ready(requests))
+        self._drafters.allow_device(may, ready)
+
+    def _device_plan(self, batch: Any) -> tuple[Ints, HeadSteps | None] | None:
+        """Return how many drafts the device makes for each request, and the head that does.
+
+        None if it makes no drafts; no head if they are looked up.
+        """
         columns, control = self._requests.columns, self._drafters.control
         if not self._may_use_device(columns, int(batch.seq_lens_cpu.max())):
             return None
-        if columns.drafters == {DEVICE}:
-            limit = min(self._max_rows, max_rows(*self._logits, 0))
-            widths = share_rows(columns.max_drafts, limit)[0]
-        elif columns.adaptive and control is not None and control.device is not None:
-            widths = control.device.of(self._requests.update(batch.reqs))
+        if columns.adaptive and control is not None and control.device is not None:
+            name, device = control.device.drafter, control.device
+            widths = device.of(self._requests.update(batch.reqs))
+        elif len(columns.drafters) == 1:
+            name, limit = min(columns.drafters), min(self._max_rows, max_rows(*self._logits, 0))
+            most = self._depths.get(name, FEW_ROWS if name == DEVICE else 0)
+            widths = share_rows(np.minimum(columns.max_drafts, most), limit)[0]
         else:
             return None
-        return widths if widths.any() else None
+        head = self._head_steps.get(name)
+        if not widths.any() or (head is None and name != DEVICE):
+            return None
+        return widths, head
 
     def _launch_on_device(
         self,
         batch: Any,
         plain: Any,
         widths: Ints,
+        head: HeadSteps | None,
         clock: StepClock,
         active: ActiveRequests | None = None,
     ) -> GenerationBatchResult | None:
@@ -438,16 +471,23 @@ class OutriderWorker:
                 self._texts.write(active.requests)
                 lens = to_device(active.lens, plain.seq_lens.device)
                 plain.seq_lens = lens.to(plain.seq_lens.dtype)
-            step = self._texts.step(batch, plain, requests, columns.kinds, widths)
+                if head is not None:
+                    head.enter(active.requests, plain.req_pool_indices)
+            step = self._texts.step(batch, plain, requests, columns.kinds, widths, head)
         except Exception as error:
             logger.warning("no more drafts on the device: %r", error)
             self._drafters.fallbacks["device"] += len(requests)
-            self._texts = None
+            if head is None:
+                self._texts = None
+            else:
+                del self._head_steps[head.name]
             return None
         nothing: Proposal = Proposal.empty(len(requests))
         members = np.arange(len(requests))
         ahead = active is None
-        flight = Flight(requests, members, columns, nothing, clock, ahead=ahead, widths=widths)
+        flight = Flight(
+            requests, members, columns, nothing, clock, ahead=ahead, widths=widths, head=head
+        )
         longest = plain.seq_lens_cpu + torch.from_numpy(widths) + 1
         draft = NextDraft(step.lens, longest, False, None, flight, on_device=True)
         return self._run(flight, step.rows, draft, step=step)
@@ -573,7 +613,12 @@ class OutriderWorker:
             if flight.widths is None:
                 flight.drafters = self._drafters.who(requests, proposal)
             else:
-                flight.drafters = [DEVICE if n else "none" for n in proposal.num_drafts]
+                who = flight.on_device
+                flight.drafters = [who if n else "none" for n in proposal.num_drafts]
+        if flight.head is not None:
+            flight.head.has_read(requests)
+        if flight.widths is not None:
+            self._drafters.drafted_on_device(flight.on_device)
         if flight.columns.may_draft:
             self._drafters.router.observe(outcomes)
         outcomes.apply()
@@ -643,7 +688,7 @@ class OutriderWorker:
         budget, _ = self._share(flight.columns, flight.requests, flight.members)
         # the step in flight adds to these, and the next one
         longest = max(request.length for request in flight.requests) + int(budget.max_drafts.max())
-        self._drafters.allow_device(self._may_use_device(flight.columns, longest))
+        self._allow_device(flight.columns, flight.requests, longest)
         self._drafters.look(flight.requests, budget)
 
     def _meanwhile(self) -> None:

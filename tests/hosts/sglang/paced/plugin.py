@@ -98,9 +98,9 @@ def _lay_hooks(setting: str) -> None:
     for name, (hook, kind) in hooks.items():
         HookRegistry.register(f"sglang.srt.{name}", hook, kind)
     if os.environ.get("SGLANG_PLUGINS") != PLUGIN:
-        for kernel in ("draft_rows", "accept"):
-            name = f"outrider.hosts.sglang.on_device.{kernel}"
-            HookRegistry.register(name, run_kernel, HookType.AROUND)
+        kernels = ("on_device.look_up", "on_device.draft_rows", "on_device.accept")
+        for kernel in (*kernels, "head_steps.unread_rows"):
+            HookRegistry.register(f"outrider.hosts.sglang.{kernel}", run_kernel, HookType.AROUND)
         HookRegistry.register("outrider.hosts.sglang.heads.load_head", load_head, HookType.REPLACE)
     if make_device(setting).reads_each_row:
         _verify_by_target()

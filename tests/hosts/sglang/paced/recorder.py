@@ -248,6 +248,7 @@ def register(file: Path) -> None:
     def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         runner = self.model_runner
         was, runner.device = runner.device, str(DEVICE)
+        label(runner.req_to_token_pool)
         try:
             with Recorder(is_outrider):
                 original(self, *args, **kwargs)

@@ -96,7 +96,7 @@ def register_faults():
     "oom", "nan": a pass now and then
     "once": the 20th pass
     "prefill": every prefill, so that all that the draft model reads it has to read later
-    "device": the 60th step with drafts that the device makes
+    "device", "head": the 60th step with drafts that the device looks up, or that a head makes there
     "leak": one of the slots that are freed is not, once the file $OUTRIDER_TEST_PASSES exists
     a path: "oom", "nan", "prefill" or nothing, as that file says at the time
 
@@ -132,14 +132,14 @@ def register_faults():
     def free(original, self, slots):
         return original(self, slots[Path(path).exists() :])
 
-    def draft_rows(original, *args):
+    def rows(original, *args):
         if next(calls) == 60:
             raise torch.OutOfMemoryError("no room for drafts on the device")
         return original(*args)
 
-    if said == "device":
-        rows = "outrider.hosts.sglang.on_device.draft_rows"
-        HookRegistry.register(rows, draft_rows, HookType.AROUND)
+    steps = {"device": "on_device.draft_rows", "head": "head_steps.unread_rows"}
+    if said in steps:
+        HookRegistry.register(f"outrider.hosts.sglang.{steps[said]}", rows, HookType.AROUND)
         return
     if said == "leak":
         allocator = "sglang.srt.mem_cache.allocator.TokenToKVPoolAllocator"
