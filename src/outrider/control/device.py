@@ -155,6 +155,8 @@ class DeviceChoice:
         if not self.is_possible or batch > LARGEST:
             self.stop()
             return False
+        if self.drafter not in (NAME, *self.ready):
+            self.stop()  # after a fault, or because it has fallen behind
         plain, weight = batch / float(now.seconds[batch]), 1 - (1 - RATE) ** (batch**0.5)
         self._others += weight * (others - self._others)
         if not self.widths:

@@ -25,7 +25,7 @@ from outrider.hosts.sglang.slot_heads import FEW_ROWS, SglangHead
 
 
 @dataclass(frozen=True, eq=False)
-class Sampled:
+class Sampling:
     """How requests are sampled, on the device. Those that look back are not drafted for there.
 
     is_greedy, seed: [B]
@@ -37,7 +37,7 @@ class Sampled:
     temperature: Tensor
 
     @staticmethod
-    def of(requests: Sequence[LiveRequest], device: Any) -> Sampled | None:
+    def of(requests: Sequence[LiveRequest], device: Any) -> Sampling | None:
         """Return how these are sampled; None if all are greedy."""
         greedy = np.array([request.sampling.is_greedy for request in requests])
         if greedy.all():
@@ -45,7 +45,7 @@ class Sampled:
         seeds = np.array([request.seed for request in requests])
         asked = np.array([request.sampling.temperature for request in requests])
         temperature = to_device(np.where(greedy, 1.0, asked).astype(np.float32), device)
-        return Sampled(to_device(greedy, device), to_device(seeds, device), temperature[:, None])
+        return Sampling(to_device(greedy, device), to_device(seeds, device), temperature[:, None])
 
 
 class HeadSteps:
@@ -64,7 +64,7 @@ class HeadSteps:
         # by req_pool_index: how many tokens the head has read
         self._num_read = torch.zeros(len(table), dtype=torch.int64, device=table.device)
         self._firsts: tuple[bytes, Tensor] | None = None
-        self._sampled: tuple[Sequence[LiveRequest], Sampled | None] | None = None
+        self._sampled: tuple[Sequence[LiveRequest], Sampling | None] | None = None
 
     def is_ready(self, requests: Sequence[LiveRequest]) -> bool:
         """Say whether the head has read enough of all texts to draft in the next step."""
@@ -132,7 +132,7 @@ class HeadSteps:
             drafts.append(self._draw(unrolled.read(drafts[-1]), at, sampled))
         return torch.stack(drafts, 1)
 
-    def _draw(self, logits: Tensor, at: Tensor, sampled: Sampled | None) -> Tensor:
+    def _draw(self, logits: Tensor, at: Tensor, sampled: Sampling | None) -> Tensor:
         """Return what the target would emit if it thought the same, [B].
 
         at: [B] the positions that the logits are of
@@ -144,9 +144,9 @@ class HeadSteps:
         drawn = self._coins.draw(logits.float() / sampled.temperature, sampled.seed, at.long())
         return torch.where(sampled.is_greedy, best, drawn)
 
-    def _sampled_of(self, requests: Sequence[LiveRequest]) -> Sampled | None:
+    def _sampled_of(self, requests: Sequence[LiveRequest]) -> Sampling | None:
         if self._sampled is None or self._sampled[0] is not requests:
-            self._sampled = requests, Sampled.of(requests, self._num_read.device)
+            self._sampled = requests, Sampling.of(requests, self._num_read.device)
         return self._sampled[1]
 
     def _first_rows(self, counts: Ints) -> Tensor:

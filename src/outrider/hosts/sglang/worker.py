@@ -70,16 +70,17 @@ from outrider.hosts.sglang.row_limits import backend_rows, share_rows
 from outrider.hosts.sglang.rows import StepRows, kind_groups, to_device
 from outrider.hosts.sglang.sampling import sample, sampling_kind
 from outrider.hosts.sglang.settings import OWN, check_model, verify_pass
-from outrider.hosts.sglang.slot_heads import FEW_ROWS, SglangHead
+from outrider.hosts.sglang.slot_heads import SglangHead
 from outrider.hosts.sglang.tracing import StepClock, Tracer
 from outrider.hosts.sglang.verify_pass import VerifyPass
 from outrider.kernels.sample_match import DeviceCoins
 
 logger = logging.getLogger(__name__)
 
-LOOK = 16
+LOOK, SELDOM = 16, 4
 """Asleep, drafts are looked for in one step of 1 + B / LOOK: a look takes longer the larger the
-batch, and the host has to be done before the device is."""
+batch, and the host has to be done before the device is. While a head drafts on the device, in one
+of SELDOM + B / LOOK: there is more to launch, and what it is worth changes slowly."""
 
 
 class OutriderWorker:
@@ -148,7 +149,8 @@ class OutriderWorker:
             self._head_steps = {
                 name: HeadSteps(name, head, table, vocab_size, self._coins)
                 for name, head in heads.items()
-                if isinstance(head, SglangHead)
+                # it reads all that the target may emit: nobody on the host looks before
+                if isinstance(head, SglangHead) and head.vocab_size >= vocab_size
             }
             self._drafters.add_to_device(self._head_steps)
         num_rows = len(runner.req_to_token_pool.req_to_token)
@@ -436,13 +438,14 @@ class OutriderWorker:
         columns, control = self._requests.columns, self._drafters.control
         if not self._may_use_device(columns, int(batch.seq_lens_cpu.max())):
             return None
+        name = min(columns.drafters, default="none")
         if columns.adaptive and control is not None and control.device is not None:
-            name, device = control.device.drafter, control.device
-            widths = device.of(self._requests.update(batch.reqs))
-        elif len(columns.drafters) == 1:
-            name, limit = min(columns.drafters), min(self._max_rows, max_rows(*self._logits, 0))
-            most = self._depths.get(name, FEW_ROWS if name == DEVICE else 0)
-            widths = share_rows(np.minimum(columns.max_drafts, most), limit)[0]
+            requests = self._requests.update(batch.reqs)
+            name, widths = control.device.drafter, control.device.of(requests)
+        elif len(columns.drafters) == 1 and name in (DEVICE, *self._depths):
+            depth = self._depths.get(name, self._max_rows)
+            limit = min(self._max_rows, max_rows(*self._logits, 0))
+            widths = share_rows(np.minimum(columns.max_drafts, depth), limit)[0]
         else:
             return None
         head = self._head_steps.get(name)
@@ -682,7 +685,8 @@ class OutriderWorker:
         if len(self._flights) > 1 or not flight.requests or not flight.columns.adaptive:
             return
         self._unlooked += 1
-        if self._unlooked * LOOK <= len(flight.requests):
+        every = 1 if flight.head is None else SELDOM
+        if (self._unlooked - every + 1) * LOOK <= len(flight.requests):
             return
         self._unlooked = 0
         budget, _ = self._share(flight.columns, flight.requests, flight.members)
