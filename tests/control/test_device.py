@@ -210,6 +210,14 @@ def test_a_good_head_drafts_on_the_device():
     assert speed > 2.7  # 3.1 is the most, with 8 drafts
 
 
+def test_a_head_drafts_deeper_than_the_host_has_seen():
+    """The host drafts six at most: what comes after it is tried."""
+    device = Device(right=0.0, head=0.95, batch=4)
+    device.run(100)
+    widths, _, _ = device.run(50)
+    assert widths.max(axis=1).mean() > 10
+
+
 def test_a_head_that_could_not_is_asked_by_the_host():
     device = Device(right=0.0, head=0.8, ready=False)
     device.run(50)

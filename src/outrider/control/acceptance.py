@@ -74,6 +74,10 @@ class Chances:
         share = self._share[EDGES.searchsorted(confidences, "right")]
         return _limit(_shifted(share, self._shift[rows]))
 
+    def tries(self, confidences: Floats) -> Floats:
+        """Return how many drafts of such confidences were seen, the earlier ones counting less."""
+        return self._tries[EDGES.searchsorted(confidences, "right")] - PRIOR_WEIGHT
+
     def optimistic(self, rows: Ints, confidences: Floats, idle: Ints) -> Floats:
         """Return the optimistic estimate of the same: half a standard deviation higher, and more
         with each step in which the drafter was not called.

@@ -51,6 +51,9 @@ were: so many looks count for one. It then drafts for TRIAL steps at least."""
 CHECK, CLOSE = 256, 1.2
 """If the device's drafts gain less than CLOSE, a plain step is made after so many looks."""
 
+ENOUGH = 64
+"""Drafts of a depth that must have been seen to know how likely a head's are."""
+
 LEAST = 0.01
 """The least share of a step that a head's passes take, whatever was measured."""
 
@@ -216,7 +219,13 @@ class DeviceChoice:
         # a head is tried by the host: there its tries are paid for
         if self._idle > TRY and arm.head is None:
             chances = arm.chances.optimistic(rows, sure, np.full(len(rows), self._idle / SLOWLY))
-        survival = chances.reshape(batch, deepest).cumprod(1)
+        chances = chances.reshape(batch, deepest)
+        if arm.head is not None:
+            tries = arm.chances.tries(DEPTHS[:deepest])
+            for depth in np.flatnonzero(tries < ENOUGH).tolist():
+                if depth:  # little is known: as likely as the one before it, until it is tried
+                    chances[:, depth] = np.maximum(chances[:, depth], chances[:, depth - 1])
+        survival = chances.cumprod(1)
         survival[np.arange(deepest) >= most[:, None]] = 0.0
         return survival
 
