@@ -38,9 +38,13 @@ def made_up(widths, rng):
 
 
 class Head:
-    """A head. right: the chance that a draft is right if the one before it is"""
+    """A head.
 
-    name = "head"
+    right: the chance that a draft is right if the one before it is
+    deepest: how many drafts the host makes with it
+    """
+
+    name, deepest = "head", 6
 
     def __init__(self, right, rng, clock):
         self.right, self.rng, self.clock, self.asked = right, rng, clock, 0
@@ -65,7 +69,7 @@ class Head:
 
     def propose(self, requests, budget):
         self.asked += 1
-        widths = np.minimum(budget.max_drafts, 6)
+        widths = np.minimum(budget.max_drafts, self.deepest)
         self.make_passes(int(widths.max()))
         return made_up(widths, self.rng)
 
@@ -211,11 +215,14 @@ def test_a_good_head_drafts_on_the_device():
 
 
 def test_a_head_drafts_deeper_than_the_host_has_seen():
-    """The host drafts six at most: what comes after it is tried."""
-    device = Device(right=0.0, head=0.95, batch=4)
+    """What comes after it is tried."""
+    device = Device(right=0.0, head=0.6)
+    device.head.deepest = 2
     device.run(100)
-    widths, _, _ = device.run(50)
-    assert widths.max(axis=1).mean() > 10
+    widths, ahead, speed = device.run(100)
+    assert widths.mean() > 2.5
+    assert ahead > 0.9
+    assert speed > 1.5
 
 
 def test_a_head_that_could_not_is_asked_by_the_host():
