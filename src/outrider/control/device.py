@@ -49,7 +49,8 @@ TRY, TRIAL, SLOWLY = 64, 8, 4
 were: so many looks count for one. It then drafts for TRIAL steps at least."""
 
 CHECK, CLOSE = 256, 1.2
-"""If the device's drafts gain less than CLOSE, a plain step is made after so many looks."""
+"""If the device's drafts gain less than CLOSE, a plain step is made after so many looks. Beside a
+head, its lookup counts for at most CLOSE times what the host's own finds now."""
 
 ENOUGH = 64
 """Drafts of a depth that must have been seen to know how likely a head's are."""

@@ -207,14 +207,16 @@ def with_mtp_layer(folder):
 def test_heads_that_read_the_last_states(launch, tmp_path):
     """MTP: nothing is captured within the target, one has it among its weights."""
     target = with_mtp_layer(tmp_path / "target")
-    environment = parity.profile(tmp_path, {"own": {"kind": "mtp"}}, report_acceptance=True)
+    heads = {"own": {"kind": "mtp"}, "fixed": {"kind": "mtp", "depth": 6}}
+    environment = parity.profile(tmp_path, heads, report_acceptance=True)
     flags = [*FLAGS, "--speculative-draft-model-path", str(TINY / "mtp")]
     with launch("mtp", target, *flags, **environment) as server:
         plain = ask(server, TEXTS, max_drafts=0)
-        for name in ("mtp", "own"):
+        for name in ("mtp", "own", "fixed"):
             drafted = ask(server, TEXTS, drafter=name)
             assert [a["output_ids"] for a in drafted] == [a["output_ids"] for a in plain]
             assert tokens_per_step(drafted) > 3
+        assert server.metrics()["outrider:device_steps_total"] > 5
         server.settle_down()
 
 

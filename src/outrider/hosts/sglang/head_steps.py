@@ -63,7 +63,6 @@ class HeadSteps:
         self._vocab_size, self._coins = vocab_size, coins
         # by req_pool_index: how many tokens the head has read
         self._num_read = torch.zeros(len(table), dtype=torch.int64, device=table.device)
-        self._firsts: tuple[bytes, Tensor] | None = None
         self._sampled: tuple[Sequence[LiveRequest], Sampling | None] | None = None
 
     def is_ready(self, requests: Sequence[LiveRequest]) -> bool:
@@ -114,8 +113,8 @@ class HeadSteps:
         """
         self._head.raise_fault()
         counts = np.array([request.unread for request in requests])
-        (owner, place), first = rows_of(counts), self._first_rows(counts)
-        given = texts, lines, lens, self._num_read[index], owner, place, first
+        owner, place = rows_of(counts)
+        given = texts, lines, lens, self._num_read[index], owner, place
         token, position, last = unread_rows(*given)
         states, _ = self._head.read(token, index[owner], position, counts, longest)
         x = states[last]
@@ -149,30 +148,18 @@ class HeadSteps:
             self._sampled = requests, Sampling.of(requests, self._num_read.device)
         return self._sampled[1]
 
-    def _first_rows(self, counts: Ints) -> Tensor:
-        """Return the first row of each request, if it has so many."""
-        key = counts.tobytes()
-        if self._firsts is None or self._firsts[0] != key:
-            self._firsts = key, to_device(np.cumsum(counts) - counts, self._num_read.device)
-        return self._firsts[1]
-
 
 def unread_rows(
-    texts: Tensor,
-    lines: Tensor,
-    lens: Tensor,
-    read: Tensor,
-    owner: Tensor,
-    place: Tensor,
-    first: Tensor,
+    texts: Tensor, lines: Tensor, lens: Tensor, read: Tensor, owner: Tensor, place: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay out the rows that a head reads before it drafts.
 
     texts, lines, lens: see `draft`
-    read, first: [B] how many tokens were read, and the first row
-    owner, place: [N] of the rows
+    read: [B] how many tokens were read
+    owner, place: [N] of the rows, those of a request beside each other
     -> tokens and positions [N], 0 for what is not in the text yet; the row of each last token [B]
     """
     position = read[owner] + place
     position = torch.where(position <= lens[owner], position, 0)
+    first = torch.searchsorted(owner, torch.arange(len(lens), device=owner.device))
     return texts[lines[owner], position].long(), position, first + lens - read
