@@ -25,6 +25,7 @@ from outrider.hosts.sglang.flights import (
 )
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.host_0_5_11 import mend_prompt_logprobs
+from outrider.hosts.sglang.reserve import Reserve
 from outrider.hosts.sglang.tracing import StepClock
 
 # -- what the host will keep of a step's tokens
@@ -259,33 +260,54 @@ class Slots:
     """A table of 3 requests with so many cached tokens, and an allocator of pages."""
 
     def __init__(self, monkeypatch, page_size, lengths, width):
-        self.page_size, self.taken = page_size, 0
+        self.page_size, self.taken, self.left = page_size, 0, 10_000
+        self.reserve = Reserve(lambda reqs: np.array([req.kv_committed_len for req in reqs]))
         self.req_to_token = torch.zeros(3, width, dtype=torch.int32)
         monkeypatch.setattr(type(host()), "take_slots", lambda _, cache, count: self.take(count))
         for row, length in enumerate(lengths):
             pages = self.take(-(-length // page_size) * page_size)
             self.req_to_token[row, :length] = pages[:length]
         monkeypatch.setattr(type(host()), "slots_per_step", lambda self: 13)
+        params = SimpleNamespace(max_new_tokens=1000)
         self.reqs = [
-            request(n, kv_allocated_len=n, kv_committed_len=n, decode_batch_idx=0).req
+            request(
+                n,
+                kv_allocated_len=n,
+                kv_committed_len=n,
+                decode_batch_idx=0,
+                origin_input_ids=[0] * n,
+                sampling_params=params,
+            ).req
             for n in lengths
         ]
 
+    def available_size(self):
+        return self.left
+
+    def evictable_size(self):
+        return 0
+
+    def free(self, slots):
+        self.left += len(slots)
+
     def take(self, count):
         assert count % self.page_size == 0
-        self.taken += count
+        assert count <= self.left
+        self.taken, self.left = self.taken + count, self.left - count
         return torch.arange(self.taken - count, self.taken) + self.page_size
 
     def write(self, index, values):
         self.req_to_token[index] = values
 
+    def batch(self):
+        return SimpleNamespace(
+            reqs=self.reqs, req_to_token_pool=self, token_to_kv_pool_allocator=self, device="cpu",
+            tree_cache=self, req_pool_indices=torch.arange(3),
+        )  # fmt: skip
+
     def prepare(self):
         lens = torch.tensor([req.kv_committed_len for req in self.reqs])
-        batch = SimpleNamespace(
-            reqs=self.reqs, req_to_token_pool=self, token_to_kv_pool_allocator=self, device="cpu",
-            tree_cache=None, req_pool_indices=torch.arange(3), seq_lens_cpu=lens,
-        )  # fmt: skip
-        NextDraft(lens, lens).prepare_for_decode(batch)
+        NextDraft(self.reserve, lens, lens).prepare_for_decode(self.batch())
         return [req.kv_allocated_len for req in self.reqs]
 
 
@@ -311,6 +333,35 @@ def test_a_page_holds_positions_of_one_request_in_their_order(size, monkeypatch)
         for position, slot in enumerate(slots.req_to_token[row, :length].tolist()):
             assert slot % size == position % size
             assert seen.setdefault(slot // size, (row, position // size)) == (row, position // size)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_pool_without_room_for_drafts_serves_what_plain_decoding_serves(size, monkeypatch):
+    """Slots are shared out, given back where another request needs them, and never written past."""
+    slots = Slots(monkeypatch, size, (8, 16, 32), 256)
+    slots.prepare()
+    slots.left = 0
+    for req in slots.reqs[:2]:
+        req.kv_committed_len = req.kv_allocated_len
+    needed = slots.reserve.required(slots.batch(), slots.reqs)
+    assert needed == 0, "the third request holds more than it needs"
+    room = slots.reserve.take(slots.batch())
+    assert room is not None
+    cached = np.array([req.kv_committed_len for req in slots.reqs])
+    assert (room > cached).all()
+    assert slots.left >= 0
+    for row, length in enumerate(room.tolist()):
+        assert (slots.req_to_token[row, :length] > 0).all()
+        assert not slots.req_to_token[row, length : length + 26].any(), "these go to padding"
+    assert room[2] < 32 + 26
+
+
+def test_a_request_that_cannot_have_one_more_slot_is_retracted(monkeypatch):
+    slots = Slots(monkeypatch, 1, (8, 16, 32), 256)
+    slots.left = 3
+    assert slots.reserve.required(slots.batch(), slots.reqs) == 3
+    slots.left = 2
+    assert slots.reserve.required(slots.batch(), slots.reqs) > slots.available_size()
 
 
 # -- on a real server

@@ -29,6 +29,9 @@ HOOKS: dict[str, str] = {
     ".process_batch_result_prefill": "self batch result",
     "managers.overlap_utils.FutureMap.resolve_future": "self model_worker_batch",
     "managers.overlap_utils.FutureMap.store_to_map": "self future_indices batch_result",
+    "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2": (
+        "self requests page_size"
+    ),
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
@@ -40,6 +43,9 @@ HOOKS: dict[str, str] = {
 """What we hook, with its parameters."""
 
 CALLS: dict[str, str] = {
+    "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size": "self",
+    "mem_cache.allocator.BaseTokenToKVPoolAllocator.available_size": "self",
+    "mem_cache.allocator.BaseTokenToKVPoolAllocator.free": "self free_index",
     "configs.model_config.ModelConfig.from_server_args": (
         "server_args model_path model_revision is_draft_model **"
     ),

@@ -14,6 +14,7 @@ HOOKS: dict[str, str] = {
     "sampling.sampling_params.SamplingParams.verify": "self vocab_size",
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": "self",
     "speculative.spec_utils.spec_prepare_for_decode": "batch",
+    "session.streaming_session.StreamingSession._trim_overshoot": "self req finished_len",
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         "self meta_info recv_obj i"
     ),
@@ -24,6 +25,9 @@ HOOKS: dict[str, str] = {
     "._resolve_spec_v2_tokens": "self result batch",
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     ".process_batch_result_prefill": "self batch result",
+    "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2": (
+        "self requests page_size"
+    ),
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
@@ -39,6 +43,10 @@ HOOKS: dict[str, str] = {
 """What we hook, with its parameters."""
 
 CALLS: dict[str, str] = {
+    "session.streaming_session.StreamingSession._free_kv_aligned": "self kv target end",
+    "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size": "self",
+    "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.available_size": "self",
+    "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free": "self free_index",
     "configs.model_config.ModelConfig.from_server_args": (
         "server_args model_path model_revision is_draft_model context_length **"
     ),

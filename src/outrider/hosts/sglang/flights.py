@@ -21,7 +21,8 @@ from outrider.hosts.sglang.on_device import told_drafts
 from outrider.hosts.sglang.profile import DEVICE
 from outrider.hosts.sglang.request_table import Columns
 from outrider.hosts.sglang.requests import LiveRequest
-from outrider.hosts.sglang.rows import to_device, write_slots
+from outrider.hosts.sglang.reserve import Reserve
+from outrider.hosts.sglang.rows import to_device
 from outrider.hosts.sglang.tracing import StepClock
 
 
@@ -77,6 +78,10 @@ class Flight:
         self.requests = [self.requests[r] for r in alive]
         self.members, self.proposal = self.members[alive], Proposal.empty(len(alive))
 
+    def num_drafts(self) -> Ints:
+        """Return how many drafts each request has, [R]."""
+        return self.proposal.num_drafts if self.widths is None else self.widths[self.members]
+
     def prepare(self) -> None:
         """Compute, while the device works, what `match` and `settle` need of the proposal."""
         if len(self.proposal.parents):
@@ -115,14 +120,18 @@ class NextDraft(SpecInput):
         After a step with drafts only one of them does.
     on_device: whether the device knows each request's text. The lengths here are the longest that
         there may be then.
+    reserve: gives the batch its slots
     verify_done: when `new_seq_lens` can be read
     flight: the step
+    room: [B] for how many tokens each request of the batch that was prepared last has slots; None
+        if each has slots for any step
     future_indices: set by the scheduler; the values are in buffers of the worker's
     main: the scheduler's own stream
     """
 
     future_indices: Any = None
     main: Any = None
+    room: Ints | None = None
     # what SGLang's own algorithms carry: it looks for these
     bonus_tokens: Any = None
     topk_p: Any = None
@@ -132,6 +141,7 @@ class NextDraft(SpecInput):
 
     def __init__(
         self,
+        reserve: Reserve,
         new_seq_lens: Tensor,
         lens_cpu: Tensor,
         is_current: bool = True,
@@ -140,6 +150,7 @@ class NextDraft(SpecInput):
         on_device: bool = False,
     ) -> None:
         super().__init__(SpecInputType.EAGLE_DRAFT)
+        self.reserve = reserve
         self.on_device = on_device
         self.new_seq_lens, self.lens_cpu, self.is_current = new_seq_lens, lens_cpu, is_current
         self.verify_done, self.flight = verify_done, flight
@@ -158,26 +169,12 @@ class NextDraft(SpecInput):
         self.verify_done = self.verify_done or other.verify_done
 
     def prepare_for_decode(self, batch: Any) -> None:
-        """Reserve slots ahead: for the step in flight and for this one, as many as there may be.
-
-        Whole pages, if the host has pages. Their places in the table are known, so a step only
-        looks them up.
-        """
+        """Give the batch its slots, for the step in flight and for this one: see `reserve`."""
         self.main = torch.get_device_module(batch.device).current_stream()
-        reqs, pool, here = batch.reqs, batch.req_to_token_pool, host()
-        size = batch.token_to_kv_pool_allocator.page_size
-        caches = [here.cache_of(req) for req in reqs]
-        have = np.array([cache.kv_allocated_len for cache in caches])
-        ahead = np.array([cache.kv_committed_len for cache in caches])
-        ahead = -(-(ahead + 2 * here.slots_per_step()) // size) * size
-        # near the end of the context its row of the table is full, and no step needs more
-        ahead = np.maximum(np.minimum(ahead, pool.req_to_token.shape[1]), have)
-        for req, cache, length in zip(reqs, caches, ahead.tolist(), strict=True):
-            cache.kv_allocated_len = length
-            cache.kv_committed_len += here.claims_ahead
+        self.room = self.reserve.take(batch)
+        for req in batch.reqs:
+            host().cache_of(req).kv_committed_len += host().claims_ahead
             req.decode_batch_idx += 1
-        if (ahead > have).any():
-            write_slots(batch, have, ahead)
 
 
 def order_slots(flight: Flight, runner: Any, main: Any) -> None:

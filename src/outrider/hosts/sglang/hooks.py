@@ -180,7 +180,17 @@ def murmur_hash32(original: Callable[..., Any], seed: Any, positions: Any, colum
     return original(seed, positions, columns)
 
 
+def decode_slots(original: Callable[..., Any], self: Any, reqs: Any, page_size: int) -> Any:
+    """Ask the batch's own reserve how many free slots its next step takes: see `reserve`."""
+    reserve = getattr(self.spec_info, "reserve", None)
+    return original(self, reqs, page_size) if reserve is None else reserve.required(self, reqs)
+
+
 COMMON: dict[str, Hook] = {
+    "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2": (
+        decode_slots,
+        "AROUND",
+    ),
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         compute_cell_size,
         "AROUND",

@@ -29,6 +29,7 @@ class Sglang0523(Host):
     contract = contract
     accepted = "spec_num_correct_drafts"
     claims_ahead = 0
+    caches = ("mem_cache.radix_cache.RadixCache", "mem_cache.unified_radix_cache.UnifiedRadixCache")
     prefix_lens, extend_lens = "prefix_lens", "extend_lens"
 
     def __init__(self) -> None:
@@ -358,6 +359,14 @@ def _boundary_reduction(original: Callable[..., Any], view: Any) -> Any:
     return original(view)
 
 
+def _trim_overshoot(result: None, self: Any, req: Any, finished_len: int) -> None:
+    """Keep in a session only what is cached: SGLang takes all reserved slots of a text for that."""
+    if hooks.chosen_args() is not None:
+        kv = req.kv
+        self._free_kv_aligned(kv, kv.kv_committed_len, kv.kv_allocated_len)
+        kv.kv_allocated_len = min(kv.kv_allocated_len, kv.kv_committed_len)
+
+
 _PROCESSOR = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _ALIAS = "arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
 _STREAMER = "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
@@ -369,6 +378,7 @@ _HOOKS: dict[str, hooks.Hook] = {
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": (_copy_for_forward, "AFTER"),
     f"{_PROCESSOR}.process_batch_result_prefill": (hooks.keep_prompt_logprobs, "BEFORE"),
     f"{_PROCESSOR}._resolve_spec_v2_tokens": (_resolve_tokens, "AROUND"),
+    "session.streaming_session.StreamingSession._trim_overshoot": (_trim_overshoot, "AFTER"),
     f"{_STREAMER}._stream_output_generation": (hooks.stream_output, "AROUND"),
     "model_executor.runner.eager_runner.get_eager_max_batch_size": (_eager_batch_size, "AROUND"),
     _ALIAS: (_algorithm_alias, "AROUND"),

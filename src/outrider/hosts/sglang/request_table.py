@@ -193,6 +193,17 @@ class RequestTable:
             self._started.update(live.req.rid for live in new)
             self._drafters.router.start(new)
 
+    def most_tokens(self, req: Any) -> int:
+        """Return how many tokens a request has after the last step that was settled, at most.
+
+        The first token of a request that the drafters do not know counts, whether known or not.
+        """
+        live = self._live.get(req.rid)
+        if live is not None and req.rid in self._started:
+            return live.length
+        known = len(req.origin_input_ids) + len(req.output_ids)
+        return 1 + (known if live is None else max(known, live.length))
+
     def options(self, req: Any) -> Options:
         """Return the options of a request."""
         try:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -66,6 +66,7 @@ from outrider.hosts.sglang.ranks import Ranks
 from outrider.hosts.sglang.reported import accepted_drafts, count_step
 from outrider.hosts.sglang.request_table import Columns, RequestTable
 from outrider.hosts.sglang.requests import ActiveRequests, LiveRequest
+from outrider.hosts.sglang.reserve import Reserve
 from outrider.hosts.sglang.row_limits import backend_rows, share_rows
 from outrider.hosts.sglang.rows import StepRows, kind_groups, to_device
 from outrider.hosts.sglang.sampling import sample, sampling_kind
@@ -81,6 +82,16 @@ LOOK, SELDOM = 16, 4
 """Asleep, drafts are looked for in one step of 1 + B / LOOK: a look takes longer the larger the
 batch, and the host has to be done before the device is. While a head drafts on the device, in one
 of SELDOM + B / LOOK: there is more to launch, and what it is worth changes slowly."""
+
+
+def _drafts_in(room: Ints, cached: Ints) -> Ints:
+    """Return for how many drafts requests have slots, beside their next tokens in two steps.
+
+    room: for how many tokens each has slots
+    cached: how many of its tokens may be cached before the step
+    """
+    drafts: Ints = np.maximum(room - cached - 2, 0)
+    return drafts
 
 
 class OutriderWorker:
@@ -159,6 +170,7 @@ class OutriderWorker:
         self._device = torch.get_device_module(runner.device)
         self._main: Any = None  # the scheduler's own stream
         self._flights: deque[Flight | Reading] = deque()
+        self._reserve = Reserve(self._most_cached)
         # of requests that were just read: how long they were, and their first token
         self._first: dict[str, tuple[int, int, Any]] = {}
         self._unlooked = 0  # steps since drafts were last looked for
@@ -255,7 +267,7 @@ class OutriderWorker:
             self._last_tokens[plain.req_pool_indices] = result.next_token_ids
             lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in plain.reqs]
             self._flights.append(Reading(plain.reqs[:], lengths, result))
-        result.next_draft_input = NextDraft(plain.seq_lens, plain.seq_lens_cpu)
+        result.next_draft_input = NextDraft(self._reserve, plain.seq_lens, plain.seq_lens_cpu)
         return result
 
     def _run_prefill(self, plain: Any) -> GenerationBatchResult:
@@ -283,7 +295,7 @@ class OutriderWorker:
         draft = plain.spec_info
         if self._needs_nothing(batch, draft):
             return self._launch_plain(batch, plain, StepClock(None), ahead=True)
-        plan = self._device_plan(batch) if draft.on_device else None
+        plan = self._device_plan(batch, draft) if draft.on_device else None
         if plan is not None and draft.flight.head is plan[1]:  # another one has not read the texts
             launched = self._launch_on_device(batch, plain, *plan, StepClock(None))
             if launched is not None:
@@ -301,18 +313,21 @@ class OutriderWorker:
         clock.lap("host")
         columns, is_whole = self._requests.columns, len(active.requests) == len(requests)
         proposal: Proposal = Proposal.empty(len(active.requests))
-        plan = self._device_plan(batch) if is_whole and not columns.adaptive else None
+        plan = self._device_plan(batch, draft) if is_whole and not columns.adaptive else None
         if plan is not None and plan[1] is not None and not plan[1].is_ready(requests):
             plan = None  # the host lets it catch up
         is_alive = active.requests[0].finish_reason is None
         if asks := plan is None and columns.may_draft and is_alive:
-            budget = self._budget(batch, active.requests, active.members)
+            room = (
+                None if draft.room is None else _drafts_in(draft.room[active.members], active.lens)
+            )
+            budget = self._budget(batch, active.requests, active.members, room)
             if is_whole:
                 self._allow_device(columns, active.requests, int(active.lens.max()))
             else:
                 self._drafters.allow_device(False)
             proposal = self._drafters.propose(plain, active.requests, budget)
-            plan = self._device_plan(batch) if is_whole and columns.adaptive else None
+            plan = self._device_plan(batch, draft) if is_whole and columns.adaptive else None
         self._charge_draft(clock)
         if plan is not None:
             launched = self._launch_on_device(batch, plain, *plan, clock, active)
@@ -327,11 +342,14 @@ class OutriderWorker:
             active.requests, active.members, columns, proposal, clock, foreseen=foreseen
         )
         lens = rows.forward if is_plain else plain
-        draft = NextDraft(lens.seq_lens, lens.seq_lens_cpu, is_plain, self._record(), flight)
-        if self._verify is not None and self._pads(batch, plain, active, proposal):
+        following = NextDraft(
+            self._reserve, lens.seq_lens, lens.seq_lens_cpu, is_plain, self._record(), flight
+        )
+        has_slots = draft.room is None  # for padding too
+        if self._verify and has_slots and self._pads(batch, plain, active, proposal):
             launch = partial(self._verify.run, batch, plain, active, proposal)
-            return self._run(flight, rows, draft, launch)
-        return self._run(flight, rows, draft)
+            return self._run(flight, rows, following, launch)
+        return self._run(flight, rows, following)
 
     def _gather(self, batch: Any, draft: NextDraft) -> tuple[ActiveRequests, Sequence[LiveRequest]]:
         """Return who has rows in the next step, and all requests of the batch.
@@ -355,6 +373,18 @@ class OutriderWorker:
         return ActiveRequests(
             some, members[alive], lens[alive], [kinds[r] for r in alive]
         ), requests
+
+    def _most_cached(self, reqs: Sequence[Any]) -> Ints:
+        """Return how many tokens of each request may be cached after the steps in flight."""
+        ahead = Counter[str]()
+        for flight in self._flights:
+            if isinstance(flight, Reading):
+                ahead.update(req.rid for req in flight.reqs)
+                continue
+            drafts = flight.num_drafts().tolist()
+            for request, count in zip(flight.requests, drafts, strict=True):
+                ahead[request.req.rid] += 1 + count
+        return np.array([self._requests.most_tokens(req) - 1 + ahead[req.rid] for req in reqs])
 
     def _needs_nothing(self, batch: Any, draft: NextDraft) -> bool:
         """Say whether a step can be launched without knowing what the last one emitted."""
@@ -408,7 +438,7 @@ class OutriderWorker:
         flight = Flight(
             requests, members, columns, nothing, clock, foreseen=foreseen or {}, ahead=ahead
         )
-        return self._run(flight, rows, NextDraft(new, new_cpu, True, done, flight))
+        return self._run(flight, rows, NextDraft(self._reserve, new, new_cpu, True, done, flight))
 
     # -- drafts on the device: see `on_device`
 
@@ -430,7 +460,7 @@ class OutriderWorker:
         ready = frozenset(name for name, head in steps if head.is_ready(requests))
         self._drafters.allow_device(may, ready)
 
-    def _device_plan(self, batch: Any) -> tuple[Ints, HeadSteps | None] | None:
+    def _device_plan(self, batch: Any, draft: NextDraft) -> tuple[Ints, HeadSteps | None] | None:
         """Return how many drafts the device makes for each request, and the head that does.
 
         None if it makes no drafts; no head if they are looked up.
@@ -448,6 +478,8 @@ class OutriderWorker:
             widths = share_rows(np.minimum(columns.max_drafts, depth), limit)[0]
         else:
             return None
+        if draft.room is not None:
+            widths = np.minimum(widths, _drafts_in(draft.room, self._most_cached(batch.reqs)))
         head = self._head_steps.get(name)
         if not widths.any() or (head is None and name != DEVICE):
             return None
@@ -492,7 +524,7 @@ class OutriderWorker:
             requests, members, columns, nothing, clock, ahead=ahead, widths=widths, head=head
         )
         longest = plain.seq_lens_cpu + torch.from_numpy(widths) + 1
-        draft = NextDraft(step.lens, longest, False, None, flight, on_device=True)
+        draft = NextDraft(self._reserve, step.lens, longest, False, None, flight, on_device=True)
         return self._run(flight, step.rows, draft, step=step)
 
     def _pads(self, batch: Any, plain: Any, active: ActiveRequests, proposal: Proposal) -> bool:
@@ -656,8 +688,11 @@ class OutriderWorker:
         gone = [req.finished() or req.is_retracted for req in reqs]
         for r, (req, left) in enumerate(zip(reqs, gone, strict=True)):
             if not left:
-                emitted = int(outcomes.num_tokens[r])
-                here.cache_of(req).kv_committed_len += emitted - here.claims_ahead
+                cache, request = here.cache_of(req), flight.requests[r]
+                cache.kv_committed_len += int(outcomes.num_tokens[r]) - here.claims_ahead
+                if request.finish_reason is not None:
+                    # a later step may have claimed a slot for the last token: none will fill it
+                    cache.kv_committed_len = request.length - 1
                 drafts, accepted = outcomes.num_drafts[r], outcomes.num_accepted_drafts[r]
                 count_step(req, int(drafts), int(accepted))
         if flight.columns.explain:
@@ -708,13 +743,20 @@ class OutriderWorker:
             clock.parts["draft_forward"] += passes
         clock.lap("draft", less=passes)
 
-    def _budget(self, batch: Any, requests: Sequence[LiveRequest], members: Ints) -> Budget:
+    def _budget(
+        self,
+        batch: Any,
+        requests: Sequence[LiveRequest],
+        members: Ints,
+        room: Ints | None = None,
+    ) -> Budget:
         """Return how many drafts each request may have.
 
         members: their places in the batch
+        room: for how many each has slots; None if for as many as any may have
         """
         penalties = num_penalties(batch.sampling_info.penalizer_orchestrator)
-        budget, cut = self._share(self._requests.columns, requests, members, penalties)
+        budget, cut = self._share(self._requests.columns, requests, members, penalties, room)
         if cut:
             self._drafters.fallbacks["rows"] += cut
         return budget
@@ -725,15 +767,19 @@ class OutriderWorker:
         requests: Sequence[LiveRequest],
         members: Ints,
         penalties: int = 0,
+        room: Ints | None = None,
     ) -> tuple[Budget, int]:
         """Return how many drafts each request may have, and how many have fewer for want of rows.
 
         The last token needs no draft beside it: a request that may emit n more drafts n - 1.
 
         penalties: kinds of them that the batch has; each takes memory for every row
+        room: see `_budget`
         """
         emitted = np.array([len(request.output) for request in requests])
         left = columns.max_tokens[members] - emitted - 1
+        if room is not None:
+            left = np.minimum(left, room)
         wanted = np.maximum(np.minimum(columns.max_drafts[members], left), 0)
         limit = min(self._max_rows, max_rows(*self._logits, penalties))
         drafts, cut = share_rows(wanted, limit)
