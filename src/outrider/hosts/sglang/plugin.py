@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from outrider import __version__
-from outrider.hosts.sglang import contract, guest
+from outrider.hosts.sglang import contract, guest, sanitizer
 from outrider.hosts.sglang.hooks import ATTENTION_BACKEND, NAME, Hook, attention_backend
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import REPAIR_VARIABLE
@@ -26,7 +26,9 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     host().register(NAME)
-    lay(host().hooks())
+    lay({contract.hook_target(name): hook for name, hook in host().hooks().items()})
+    if sanitizer.is_wanted():
+        lay(sanitizer.Sanitizer().hooks())
     server_args.add_attention_backend_choices([ATTENTION_BACKEND])
     server_args.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     server_args.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])
@@ -34,11 +36,11 @@ def register() -> None:
 
 
 def lay(hooks: Mapping[str, Hook]) -> None:
-    """Lay these hooks."""
+    """Lay these hooks, by full name."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for name, (hook, kind) in hooks.items():
-        HookRegistry.register(contract.hook_target(name), hook, HookType[kind])
+        HookRegistry.register(name, hook, HookType[kind])
 
 
 def check_hooks() -> None:
@@ -47,6 +49,8 @@ def check_hooks() -> None:
 
     laid = HookRegistry._patched
     missing = [name for name in host().hooks() if contract.hook_target(name) not in laid]
+    if sanitizer.is_wanted():
+        missing += [name for name in sanitizer.Sanitizer().hooks() if name not in laid]
     if missing:
         stop(f"these hooks were not laid: {', '.join(missing)}")
 

@@ -80,6 +80,9 @@ class Profile(_Strict):
         rows without it. By default `auto` with fa3, flashinfer, triton and aiter unless
         `--enable-deterministic-inference` is given, else `rows`.
     tracing: whether each step is sent as an OpenTelemetry span, as the variables OTEL_* say
+    sanitize: whether every KV slot that is read is checked to hold its reader's text, and the
+        server stops if one does not. For tests: it is slow. SGLang without speculation is checked
+        too.
     """
 
     drafter: str = ADAPTIVE
@@ -92,6 +95,7 @@ class Profile(_Strict):
     flush_tokens: Optional[int] = Field(default=None, ge=1)  # noqa: UP045
     verify_pass: Optional[Literal["rows", "target_verify", "auto"]] = None  # noqa: UP045
     tracing: bool = False
+    sanitize: bool = False
 
     def names(self, draft: str | None) -> list[str]:
         """Return the drafters that a request may choose.

@@ -142,6 +142,8 @@ class OutriderWorker:
         except Unsupported as error:
             raise SystemExit(f"outrider: {error}") from error
         self._heads = [head for head in heads.values() if head is not None]
+        if profile.sanitize:
+            self._drafters.wants_calibration = False  # its rows have slots of no text
         self._wants_states = bool(sources)
         self._requests = RequestTable(
             self._drafters, names, profile.drafter, args, profile.max_drafts

@@ -1,0 +1,384 @@
+"""The KV sanitizer: a debug mode in which a real server checks each KV slot that it reads.
+
+`sanitize: true` in the profile. Each pass of the target, of a draft model and of heads names the
+slots that it writes (`shadow`). Before that it is checked that
+
+* a row reads its own request's text, from position 0 to its own, and writes the slot that the
+  table has for its position;
+* what enters the prefix cache is the text of its key;
+* a slot is given out only when it is free, and freed only when it is not;
+* a draft model or a head, for a slot that it has written for a request, reads that request's text.
+  A prefix that comes from another request may lack what it keeps: its drafts are poor then, and
+  nothing else.
+
+The first violation stops the server and says who wrote the slot and who reads it. SGLang without
+speculation can be checked too: it is the control. A pass waits for the device, so figures of speed
+mean nothing in this mode. Branches of a head's trees have slots of their own and are not checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import numpy as np
+
+from outrider.core import Ints, Unsupported
+from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.profile import load_profile
+from outrider.hosts.sglang.shadow import Hashes, Shadow, Violation, Write, terms, text_hashes
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY = 2_000
+"""Passes between two lines in the log that say how much was checked."""
+
+TARGET, DRAFT = "target", "draft model"
+
+Hooks = Mapping[str, tuple[Callable[..., Any], str]]
+
+
+def is_wanted() -> bool:
+    """Say whether the profile asks for the sanitizer. One that cannot be read does not."""
+    try:
+        return load_profile().sanitize
+    except Unsupported:
+        return False
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Stop the server at a violation, as SGLang's scheduler does at an error of its own."""
+    try:
+        yield
+    except Violation as violation:
+        logger.critical("KV sanitizer: %s", violation)
+        os.kill(os.getppid(), signal.SIGQUIT)
+        raise
+
+
+class Text:
+    """The hashes of a request's text, as far as it is known.
+
+    base: the hash of the empty text: of the LoRA adapter that the request has
+    """
+
+    def __init__(self, req: Any) -> None:
+        adapter = getattr(req, "lora_id", None)
+        self.req, self.base = req, np.uint64(abs(hash(adapter)) if adapter else 0)
+        self._hashes: Hashes = np.empty(0, np.uint64)
+
+    def hashes(self) -> Hashes:
+        """Return the hash up to each token that the scheduler knows."""
+        prompt, output = self.req.origin_input_ids, self.req.output_ids
+        have, count = len(self._hashes), len(prompt) + len(output)
+        if count < have:
+            self._hashes, have = self._hashes[:0], 0
+        if count > have:
+            new = [*prompt[have:], *output[max(0, have - len(prompt)) :]]
+            before = self._hashes[-1] if have else self.base
+            self._hashes = np.concatenate([self._hashes, text_hashes(new, have, before)])
+        return self._hashes
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of one request in a pass.
+
+    line: the request's row in the table of slots
+    tokens, positions, slots: [n]
+    parents: [n] the row whose token each row's follows, among these; -1 for the first
+    """
+
+    line: int
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    parents: Ints
+
+
+class Sanitizer:
+    """Checks all passes of a process over its pool of slots. It begins with the first pass."""
+
+    def __init__(self) -> None:
+        self._allocator: Any = None
+        self._table: Any = None
+        self._num_passes = 0
+        self._shadows: dict[str, Shadow] = {}
+        self._texts: dict[int, Text] = {}
+        self._bases = {0}
+
+    def hooks(self) -> Hooks:
+        """Return where it looks: at passes, and at what enters the prefix cache."""
+        ours = "outrider.hosts.sglang."
+        return {
+            "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation": (
+                self._target_pass,
+                "BEFORE",
+            ),
+            **{f"sglang.srt.{name}.insert": (self._insert, "BEFORE") for name in host().caches},
+            f"{ours}draft_model.SglangDraftModel._forward": (self._draft_pass, "BEFORE"),
+            f"{ours}slot_heads.SglangHead.read": (self._head_pass, "BEFORE"),
+            f"{ours}slot_heads.UnrolledHead.read": (self._unrolled_pass, "BEFORE"),
+        }
+
+    def _target_pass(self, worker: Any, batch: Any, *args: Any, **options: Any) -> None:
+        if batch is None or worker.is_draft_worker:
+            return
+        with stopping():
+            if self._allocator is None:
+                runner = worker.model_runner
+                self._begin(runner.token_to_kv_pool_allocator, runner.req_to_token_pool)
+            for line, req in zip(_ints(batch.req_pool_indices).tolist(), batch.reqs, strict=False):
+                if line not in self._texts or self._texts[line].req is not req:
+                    self._texts[line] = Text(req)
+                    self._bases.add(int(self._texts[line].base))
+            self._check(TARGET, rows_of(batch))
+
+    def _draft_pass(self, model: Any, batch: Any) -> None:
+        with stopping():
+            self._check(DRAFT, rows_of(batch))
+
+    def _head_pass(
+        self, head: Any, tokens: Any, lines: Any, positions: Any, counts: Any, *args: Any
+    ) -> None:
+        slots = head._table[lines, positions]
+        self._check_pairs(head.name, lines, tokens, positions, slots, counts)
+
+    def _unrolled_pass(self, unrolled: Any, tokens: Any) -> None:
+        depth = unrolled._depth
+        slots, positions = unrolled._slots[depth], unrolled._positions[depth]
+        counts = np.ones(len(tokens), np.int64)
+        name = unrolled._head.name
+        self._check_pairs(name, unrolled._lines, tokens, positions, slots, counts)
+
+    def _check_pairs(
+        self, name: str, lines: Any, tokens: Any, positions: Any, slots: Any, counts: Ints
+    ) -> None:
+        """Check a pass of a head. The first token of a text is no pair: it has no row."""
+        rows = split_rows(
+            _ints(lines), _ints(tokens), _ints(positions), _ints(slots), counts, start=1
+        )
+        with stopping():
+            self._check(f"head {name}", rows, start=1)
+
+    def _insert(self, cache: Any, params: Any) -> None:
+        if cache.token_to_kv_pool_allocator is not self._allocator or params.value is None:
+            return
+        slots = _ints(params.value)[: len(params.key)]
+        with stopping():
+            shadow, names = self._shadow(TARGET), text_hashes(params.key.token_ids[: len(slots)])
+            base = shadow.names(slots[:1]) - names[:1]  # the hash of an adapter, if it is one
+            if len(names) and int(base[0]) in self._bases:
+                names = names + base
+            shadow.read(slots, names, "the prefix cache")
+
+    def _begin(self, allocator: Any, table: Any) -> None:
+        self._allocator, self._table = allocator, table.req_to_token
+        taken = np.ones(allocator.size + allocator.page_size, np.bool_)
+        pages = np.concatenate([_ints(allocator.free_pages), _ints(allocator.release_pages)])
+        size = allocator.page_size
+        taken[(pages[:, None] * size + np.arange(size)).ravel()] = False
+        self._shadow(TARGET).begin(taken)
+        self._watch_allocator()
+        logger.info("the KV sanitizer checks %d slots", len(taken))
+
+    def _check(self, what: str, groups: Iterator[Rows], start: int = 0) -> None:
+        """Check what each request's rows read, and name what they write.
+
+        start: the first position that is read
+        """
+        self._num_passes += 1
+        if self._num_passes % SAY_EVERY == 0:
+            read = {name: shadow.num_read for name, shadow in self._shadows.items()}
+            logger.info("sanitizer: %d passes, slots read: %s", self._num_passes, read)
+        shadow = self._shadow(what)
+        for rows in groups:
+            self._check_rows(shadow, _ints(self._table[rows.line]), rows, start)
+
+    # -- rows
+
+    def _check_rows(self, shadow: Shadow, line: Ints, rows: Rows, start: int) -> None:
+        text, first = self._texts[rows.line], int(rows.positions[0])
+        reader = f"a row of request {text.req.rid} at position {first} in pass {self._num_passes}"
+        known, before = text.hashes(), line[start:first]
+        is_draft, most = shadow.what != TARGET, max(0, len(known) - start)
+        own = text.req.rid if is_draft else None  # prefixes of others make poor drafts at worst
+        shadow.read(before[:most], known[start:first], reader, start, own)
+        if len(before) > most:
+            # the scheduler learns of these tokens later: for now it must be who wrote them
+            shadow.read_own(before[most:], text.req.rid, reader, start + most)
+        base = known[first - 1] if 0 < first <= len(known) else text.base
+        if first > len(known):
+            base = shadow.names(line[first - 1 : first])[0]
+        made = self._names_of(rows, base)
+        inside = rows.positions < len(known)
+        wrong = inside & (made != known[np.where(inside, rows.positions, 0)])
+        if wrong.any() and not is_draft:
+            position = int(rows.positions[wrong.argmax()])
+            raise Violation(
+                f"{shadow.what}: {reader} has another token at {position} than its text"
+            )
+        places = first + np.arange(len(rows.slots))
+        if not is_draft and (line[places] != rows.slots).any():
+            place = int((line[places] != rows.slots).argmax())
+            raise Violation(
+                f"{shadow.what}: {reader} writes slot {rows.slots[place]}, and its place in the "
+                f"table is that of slot {line[places[place]]}"
+            )
+        writes = [Write(text.req.rid, p, self._num_passes) for p in rows.positions.tolist()]
+        shadow.write(rows.slots, made, writes)
+
+    @staticmethod
+    def _names_of(rows: Rows, base: np.uint64) -> Hashes:
+        """Return what rows write. base: the name of what stands before the first"""
+        if (rows.parents == np.arange(len(rows.parents)) - 1).all():
+            if (np.diff(rows.positions) != 1).any():
+                raise Violation(f"rows of one request at positions {rows.positions.tolist()}")
+            return text_hashes(rows.tokens, int(rows.positions[0]), base)
+        names, added = np.empty(len(rows.tokens), np.uint64), terms(rows.tokens, rows.positions)
+        for row, parent in enumerate(rows.parents.tolist()):
+            names[row] = added[row] + (base if parent < 0 else names[parent])
+        return names
+
+    # -- slots
+
+    def _shadow(self, what: str) -> Shadow:
+        if what not in self._shadows:
+            allocator = self._allocator
+            count = allocator.size + allocator.page_size
+            self._shadows[what] = shadow = Shadow(what, count, allocator.page_size)
+            if what != TARGET:
+                shadow.begin(self._shadows[TARGET].is_taken())
+        return self._shadows[what]
+
+    def _take(self, slots: Any) -> None:
+        with stopping():
+            for shadow in self._shadows.values():
+                shadow.take(_ints(slots))
+
+    def _free(self, slots: Any) -> None:
+        with stopping():
+            for shadow in self._shadows.values():
+                shadow.free(_ints(slots))
+
+    def _clear(self) -> None:
+        self._texts.clear()
+        for shadow in self._shadows.values():
+            shadow.clear()
+
+    def _watch_allocator(self) -> None:
+        """See what SGLang's allocator gives and takes back."""
+        allocator = self._allocator
+
+        def giving(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def give(*args: Any, **options: Any) -> Any:
+                slots = original(*args, **options)
+                if slots is not None:
+                    self._take(slots)
+                return slots
+
+            return give
+
+        def taking(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def take_back(slots: Any) -> Any:
+                if slots.numel() and not _is_grouping(allocator):
+                    self._free(slots)
+                return original(slots)
+
+            return take_back
+
+        def clearing(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def clear() -> Any:
+                self._clear()
+                return original()
+
+            return clear
+
+        for name in ("alloc", "alloc_extend", "alloc_decode"):
+            setattr(allocator, name, giving(getattr(allocator, name)))
+        allocator.free, allocator.clear = taking(allocator.free), clearing(allocator.clear)
+
+
+def _is_grouping(allocator: Any) -> bool:
+    """Say whether what is freed now is only noted, and freed at the end of a group."""
+    outside = getattr(allocator, "is_not_in_free_group", None)
+    return allocator.free_group is not None if outside is None else not outside
+
+
+def _ints(values: Any) -> Ints:
+    found: Ints = np.asarray(values.cpu() if hasattr(values, "cpu") else values, np.int64)
+    return found
+
+
+# -- rows of passes
+
+
+def rows_of(batch: Any) -> Iterator[Rows]:
+    """Return the rows of each request in a pass over the host's batch."""
+    mode, lines = batch.forward_mode, _ints(batch.req_pool_indices)
+    parents: Sequence[int] | None = None
+    if mode.is_idle():
+        return iter(())
+    if mode.is_decode():
+        positions, owners = _ints(batch.seq_lens) - 1, lines
+        starts = np.flatnonzero(np.append(True, lines[1:] != lines[:-1]))
+        counts = np.diff(np.append(starts, len(lines)))
+        parents = getattr(batch.spec_info, "parents", None)  # where drafts branch: see `TreeRows`
+    else:
+        if mode.is_target_verify():
+            counts, prefixes = np.full(len(lines), batch.spec_info.draft_token_num), batch.seq_lens
+        else:
+            prefixes, counts = (getattr(batch, x) for x in (host().prefix_lens, host().extend_lens))
+        counts = _ints(counts)
+        owners, positions = np.repeat(lines, counts), np.repeat(_ints(prefixes), counts)
+        positions = positions + _places(counts)
+    tokens, slots = _ints(batch.input_ids), _ints(batch.out_cache_loc)
+    return split_rows(owners, tokens, positions, slots, counts, parents)
+
+
+def split_rows(
+    lines: Ints,
+    tokens: Ints,
+    positions: Ints,
+    slots: Ints,
+    counts: Ints,
+    parents: Sequence[int] | None = None,
+    start: int = 0,
+) -> Iterator[Rows]:
+    """Return the rows of each request of a pass.
+
+    Rows whose slot is padding, or that are parked before `start`, are discarded by who asked.
+
+    lines, tokens, positions, slots: [N] of the rows
+    counts: rows of each request, which stand beside each other
+    parents: [N] the row whose token each row's follows; None for chains
+    start: the first position that has a row
+    """
+    first = 0
+    for count in counts.tolist():
+        part = slice(first, first + count)
+        before = np.arange(count) - 1
+        if parents is not None:
+            before = np.maximum(np.array(parents[part]) - first, -1)
+        kept = (slots[part] > 0) & (positions[part] >= start)
+        if count and kept[0]:
+            own = tokens[part][kept], positions[part][kept], slots[part][kept]
+            yield Rows(int(lines[first]), *own, before[kept])
+        first += count
+
+
+def _places(counts: Ints) -> Ints:
+    """Return the place of each row among its request's, if each has so many."""
+    starts = np.cumsum(counts) - counts
+    places: Ints = np.arange(int(counts.sum())) - np.repeat(starts, counts)
+    return places
