@@ -9,6 +9,11 @@ from dataclasses import dataclass
 
 from server import Server
 
+Options = dict | None
+"""Outrider's options of a request; None if it is not asked."""
+
+Texts = Sequence[Sequence[int]]
+
 PLAIN = {"max_drafts": 0}
 
 TEXTS = (
@@ -31,22 +36,23 @@ class Turn:
 
 
 def generate(
-    server: Server, tokens: Sequence[int] | str, most: int, options: dict, **body: object
+    server: Server, tokens: Sequence[int], most: int, options: Options, **body: object
 ) -> dict:
-    """Ask for so many tokens after these, greedily."""
-    params = {"temperature": 0, "max_new_tokens": most, "ignore_eos": True}
-    params["custom_params"] = {"outrider": options}
-    prompt = {"text": tokens} if isinstance(tokens, str) else {"input_ids": list(tokens)}
-    return server.ask("/generate", {**prompt, "sampling_params": params, **body})
+    """Ask for so many tokens after these, greedily. options: Outrider's, if it is asked"""
+    params: dict = {"temperature": 0, "max_new_tokens": most, "ignore_eos": True}
+    if options is not None:
+        params["custom_params"] = {"outrider": options}
+    asked = {"input_ids": list(tokens), "sampling_params": params, **body}
+    return server.ask("/generate", asked)
 
 
 def tokens_of(server: Server, text: str, count: int) -> list[int]:
     """Return a text that the target itself has written: drafts of it are accepted."""
     prompt = server.ask("/v1/tokenize", {"prompt": text, "model": "default"})["tokens"]
-    return [*prompt, *generate(server, prompt, count, PLAIN)["output_ids"]]
+    return [*prompt, *generate(server, prompt, count, None)["output_ids"]]
 
 
-def converse(server: Server, texts: Sequence[Sequence[int]], seed: int, options: dict) -> list:
+def converse(server: Server, texts: Texts, seed: int, options: Options) -> list:
     """Return the turns of one conversation, each on the whole text so far; A is asked again."""
     rng, turns = random.Random(seed), []
     text = list(rng.choice(texts))
@@ -58,12 +64,12 @@ def converse(server: Server, texts: Sequence[Sequence[int]], seed: int, options:
     return [*turns, ask_turn(server, first, turns[0].most, options)]
 
 
-def ask_turn(server: Server, context: Sequence[int], most: int, options: dict) -> Turn:
+def ask_turn(server: Server, context: Sequence[int], most: int, options: Options) -> Turn:
     """Ask one turn, and note its answer."""
     return Turn(list(context), most, generate(server, context, most, options)["output_ids"])
 
 
-def in_company(server: Server, texts: Sequence[Sequence[int]], seeds: Sequence[int], options: dict):
+def in_company(server: Server, texts: Texts, seeds: Sequence[int], options: Options):
     """Return the turns of many conversations at once."""
     with ThreadPoolExecutor(len(seeds)) as pool:
         found = pool.map(lambda seed: converse(server, texts, seed, options), seeds)
@@ -71,7 +77,7 @@ def in_company(server: Server, texts: Sequence[Sequence[int]], seeds: Sequence[i
 
 
 def session(
-    server: Server, texts: Sequence[Sequence[int]], seed: int, options: dict, streaming: bool
+    server: Server, texts: Texts, seed: int, options: Options, streaming: bool = False
 ) -> list[Turn]:
     """Return the turns of one session of SGLang's: each turn sends its new tokens only."""
     rng, context, turns, last = random.Random(seed), [], [], None

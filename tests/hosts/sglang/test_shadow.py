@@ -64,13 +64,18 @@ def test_a_violation_says_who_wrote_and_who_reads():
         written([5, 6, 7]).read(slots(1, 2, 3), text_hashes([5, 6, 9]), "x")
 
 
-def test_what_another_request_left_may_be_poor_for_drafts():
-    shadow, other = written([5, 6, 7]), text_hashes([5, 6, 9])
-    shadow.read(slots(1, 2, 3), other, "x", own="b")
-    with pytest.raises(Violation):
-        shadow.read(slots(1, 2, 3), other, "x", own="a")
-    with pytest.raises(Violation):
-        shadow.read_own(slots(3), "b", "x", 2)
+def test_behind_the_known_text_a_slot_is_its_writers():
+    shadow = written([5, 6, 7])
+    assert shadow.is_written_by(3, "a")
+    assert not shadow.is_written_by(4, "a")
+    for request, start in (("b", 2), ("a", 1)):
+        with pytest.raises(Violation):
+            shadow.read_own(slots(3), request, "x", start)
+
+
+def test_a_free_slot_is_not_written():
+    with pytest.raises(Violation, match="writes position 3 to slot 4, which is free"):
+        written([5, 6, 7]).write(slots(4), text_hashes([8], 3), [Write("b", 3, 8)])
 
 
 def test_slots_are_given_once_and_freed_once():

@@ -7,9 +7,8 @@ slots that it writes (`shadow`). Before that it is checked that
   table has for its position;
 * what enters the prefix cache is the text of its key;
 * a slot is given out only when it is free, and freed only when it is not;
-* a draft model or a head, for a slot that it has written for a request, reads that request's text.
-  A prefix that comes from another request may lack what it keeps: its drafts are poor then, and
-  nothing else.
+* a draft model or a head reads its request's text, too. A prefix that comes from another request
+  may lack what it keeps, and is not checked: its drafts are poor then, and nothing else.
 
 The first violation stops the server and says who wrote the slot and who reads it. SGLang without
 speculation can be checked too: it is the control. A pass waits for the device, so figures of speed
@@ -24,7 +23,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -209,8 +208,9 @@ class Sanitizer:
         reader = f"a row of request {text.req.rid} at position {first} in pass {self._num_passes}"
         known, before = text.hashes(), line[start:first]
         is_draft, most = shadow.what != TARGET, max(0, len(known) - start)
-        own = text.req.rid if is_draft else None  # prefixes of others make poor drafts at worst
-        shadow.read(before[:most], known[start:first], reader, start, own)
+        # what a prefix lacks of a draft model's cache makes poor drafts, and nothing else
+        is_inherited = partial(self._is_inherited, text.req.rid) if is_draft else None
+        shadow.read(before[:most], known[start:first], reader, start, is_inherited)
         if len(before) > most:
             # the scheduler learns of these tokens later: for now it must be who wrote them
             shadow.read_own(before[most:], text.req.rid, reader, start + most)
@@ -234,6 +234,10 @@ class Sanitizer:
             )
         writes = [Write(text.req.rid, p, self._num_passes) for p in rows.positions.tolist()]
         shadow.write(rows.slots, made, writes)
+
+    def _is_inherited(self, request: str, slot: int) -> bool:
+        """Say whether a slot came to a request from the prefix cache: others wrote it."""
+        return not self._shadow(TARGET).is_written_by(slot, request)
 
     @staticmethod
     def _names_of(rows: Rows, base: np.uint64) -> Hashes:
@@ -367,13 +371,13 @@ def split_rows(
     first = 0
     for count in counts.tolist():
         part = slice(first, first + count)
-        before = np.arange(count) - 1
-        if parents is not None:
-            before = np.maximum(np.array(parents[part]) - first, -1)
         kept = (slots[part] > 0) & (positions[part] >= start)
-        if count and kept[0]:
+        before = np.arange(int(kept.sum())) - 1
+        if parents is not None and kept.all():
+            before = np.maximum(np.array(parents[part]) - first, -1)
+        if len(before):
             own = tokens[part][kept], positions[part][kept], slots[part][kept]
-            yield Rows(int(lines[first]), *own, before[kept])
+            yield Rows(int(lines[first]), *own, before)
         first += count
 
 

@@ -9,7 +9,7 @@ Plain NumPy, no engine: `sanitizer` says what SGLang's passes write and read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,26 +97,41 @@ class Shadow:
         return self._names[slots]
 
     def write(self, slots: Ints, names: Hashes, writes: Sequence[Write]) -> None:
-        """Note that these slots were written."""
+        """Note that these slots were written. Each must have been taken."""
+        if (is_free := self._names[slots] == FREE).any():
+            place = int(is_free.argmax())
+            raise Violation(
+                f"{self.what}: request {writes[place].request} writes position "
+                f"{writes[place].position} to slot {slots[place]}, which is free"
+            )
         self._names[slots] = names
         for slot, write in zip(slots.tolist(), writes, strict=True):
             self._writes[slot] = write
 
     def read(
-        self, slots: Ints, names: Hashes, reader: str, start: int = 0, own: str | None = None
+        self,
+        slots: Ints,
+        names: Hashes,
+        reader: str,
+        start: int = 0,
+        is_fine: Callable[[int], bool] | None = None,
     ) -> None:
         """Check that these slots hold the texts of these names.
 
         reader: who reads them, as a violation calls it
         start: the position of the first
-        own: if given, only slots that this request wrote are checked
+        is_fine: says whether a slot may hold something else
         """
-        is_wrong = self._names[slots] != names
-        if own is not None:
-            for place in np.flatnonzero(is_wrong).tolist():
-                is_wrong[place] = self._writes[slots[place]].request == own
         self.num_read += len(slots)
+        is_wrong = self._names[slots] != names
+        if is_fine is not None:
+            for place in np.flatnonzero(is_wrong).tolist():
+                is_wrong[place] = not is_fine(int(slots[place]))
         self._refuse(slots, is_wrong, reader, start)
+
+    def is_written_by(self, slot: int, request: str) -> bool:
+        """Say whether this request wrote this slot last."""
+        return self._writes[slot].request == request
 
     def read_own(self, slots: Ints, request: str, reader: str, start: int) -> None:
         """Check that each of these slots was written by a request itself, at its position.

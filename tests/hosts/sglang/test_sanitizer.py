@@ -1,0 +1,98 @@
+"""The KV sanitizer finds faults that are planted in a real server."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import conversations
+import pytest
+import requests
+
+TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
+SPECULATION = ["--speculative-algorithm", "OUTRIDER", "--speculative-num-steps", "6"]
+FLAGS = [
+    *SPECULATION,
+    *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
+    *("--max-running-requests", "16", "--max-total-tokens", "4000", "--enable-streaming-session"),
+]
+DRAFTERS = {
+    "ngram": {"min_n": 1},
+    "suffix": {"min_vote": 0.0},
+    "device": {},
+    "eagle3": {"path": str(TINY / "head"), "depth": 3},
+}
+ASKED = ("ngram", "suffix", "eagle3", "device")
+MAX_REQUESTS, MAX_AT_ONCE = 300, 8
+"""Requests in which a fault must be found, and how many are asked at once."""
+
+FAULTS = ["claimed", "rejected", "session", "given back", "given twice", "shifted", "stale"]
+"""Those of `outrider_planted`."""
+
+QUICK = ("claimed", "stale")
+"""The others are planted before a release."""
+
+
+def ask(server, fault, count, at_once=MAX_AT_ONCE, is_bare=False):
+    """Ask so many requests in conversations and sessions. Return how many were asked.
+
+    Raises Crashed if the server does not answer one of them.
+    """
+    asked = itertools.count()
+
+    def talk(seed):
+        # a head drafts on the device if nobody else drafts in the batch
+        drafter = "eagle3" if fault == "stale" else ASKED[seed % len(ASKED)]
+        options = None if is_bare else {"drafter": drafter}
+        turns = conversations.session if seed % 3 == 2 else conversations.converse
+        for _ in turns(server, texts, seed, options):
+            next(asked)
+
+    try:
+        texts = [
+            conversations.tokens_of(server, conversations.SHARED + text, 100)
+            for text in conversations.TEXTS
+        ]
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(talk, range(count // 4)))
+    except (requests.RequestException, AssertionError) as error:
+        raise Crashed(next(asked)) from error
+    return next(asked)
+
+
+class Crashed(Exception):
+    """A server has crashed after so many requests."""
+
+
+def requests_until_found(server, fault):
+    """Return after how many requests the server has stopped; None if it has not."""
+    try:
+        ask(server, fault, MAX_REQUESTS)
+    except Crashed as crash:
+        return crash.args[0]
+    return None
+
+
+def said(server):
+    """Return what the sanitizer has said of a violation."""
+    lines = server.log.read_text(errors="replace").splitlines()
+    return [line.partition("KV sanitizer: ")[2] for line in lines if "KV sanitizer: " in line]
+
+
+@pytest.mark.parametrize(
+    "fault", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAULTS]
+)
+def test_a_planted_fault_is_found(fault, launch, profile):
+    asked = profile(drafter="ngram", drafters=DRAFTERS, sanitize=True)
+    name = f"planted-{fault.replace(' ', '-')}"
+    server = launch(name, TINY / "target", *FLAGS, **asked, OUTRIDER_TEST_PLANTED=fault).wait()
+    assert requests_until_found(server, fault) is not None
+    assert said(server), server.tail()
+
+
+def test_nothing_is_found_where_nothing_is_planted(launch, profile):
+    asked = profile(drafter="ngram", drafters=DRAFTERS, sanitize=True)
+    server = launch("planted-nothing", TINY / "target", *FLAGS, **asked).wait()
+    assert requests_until_found(server, "") is None, said(server)
+    assert said(server) == []
