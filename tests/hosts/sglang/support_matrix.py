@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 import workload
 
-from outrider.hosts.sglang import settings
+from outrider.hosts.sglang import flags
 
 HEAD = """# What works in SGLang
 
@@ -207,7 +207,13 @@ def page() -> str:
     rows = [(what, f"`{files}`", versions(files)) for what, files in TRAFFIC.items()]
     parts.append(table(("what", "tested in", "SGLang"), rows))
     parts.append("## Refused when the server starts\n")
-    parts.append(table(("asked for", "instead"), [(f"{w}", fix) for w, fix, _ in settings.REFUSED]))
+    fixes: dict[str, list[str]] = {}
+    for refusal in flags.REFUSED:
+        fixes.setdefault(refusal.fix, []).append(refusal.what)
+    rows = [(", ".join(what), fix) for fix, what in fixes.items()]
+    parts.append(table(("asked for", "instead"), rows))
+    names = ", ".join(refusal.what for refusal in flags.WITH_DRAFT_MODEL)
+    parts.append(f"Without a draft model, or with a head in its place: {names}.\n")
     parts.append(
         "Also models with sliding-window layers in a cache of their own, state-space layers, an "
         "encoder, multimodal input or n-gram embeddings; a draft model with another tokenizer; and "

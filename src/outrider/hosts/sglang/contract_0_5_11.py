@@ -10,6 +10,7 @@ HOOKS: dict[str, str] = {
     "speculative.spec_info.SpeculativeAlgorithm.from_string": "cls name",
     "speculative.spec_info.SpeculativeAlgorithm.create_worker": "self server_args",
     "server_args.ServerArgs.add_cli_args": "parser",
+    "server_args.ServerArgs.__post_init__": "self",
     "server_args.ServerArgs._handle_speculative_decoding": "self",
     "server_args.ServerArgs._handle_gpu_memory_settings": "self gpu_mem",
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (

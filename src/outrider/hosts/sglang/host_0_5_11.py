@@ -215,6 +215,11 @@ def _add_cli_args(result: None, parser: Any) -> None:
         action.choices = [*action.choices, hooks.NAME]
 
 
+def _post_init(self: Any) -> None:
+    if hooks.is_chosen(self):
+        settings.refuse_flags(self)
+
+
 def _handle_speculative_decoding(result: None, self: Any) -> None:
     try:
         if settings.repairs(self):
@@ -313,6 +318,7 @@ _HOOKS: dict[str, hooks.Hook] = {
     "speculative.spec_info.SpeculativeAlgorithm.from_string": (_from_string, "AROUND"),
     "speculative.spec_info.SpeculativeAlgorithm.create_worker": (_create_worker, "AFTER"),
     "server_args.ServerArgs.add_cli_args": (_add_cli_args, "AFTER"),
+    "server_args.ServerArgs.__post_init__": (_post_init, "BEFORE"),
     "server_args.ServerArgs._handle_speculative_decoding": (_handle_speculative_decoding, "AFTER"),
     "server_args.ServerArgs._handle_gpu_memory_settings": (_handle_gpu_memory_settings, "AROUND"),
     f"{_MIXIN}.stream_output_generation": (hooks.stream_output, "AROUND"),

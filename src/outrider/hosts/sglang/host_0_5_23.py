@@ -298,9 +298,11 @@ def _worker_class() -> type:
 # -- hooks of this version. AROUND gets the original first, AFTER its result.
 
 
-def _refuse_repair(self: Any, *args: Any, **kwargs: Any) -> None:
+def _resolve_once(self: Any, *args: Any, **kwargs: Any) -> None:
     if os.environ.get(REPAIR_VARIABLE):
         raise SystemExit(f"outrider: {REPAIR_VARIABLE} is for SGLang 0.5.11; unset it")
+    if hooks.is_chosen(self):
+        settings.refuse_flags(self)
 
 
 def _prepare_for_decode(original: Callable[..., Any], batch: Any) -> Any:
@@ -364,7 +366,7 @@ _STREAMER = "managers.scheduler_components.output_streamer.SchedulerOutputStream
 
 _HOOKS: dict[str, hooks.Hook] = {
     **hooks.COMMON,
-    "server_args.ServerArgs.resolve_once": (_refuse_repair, "BEFORE"),
+    "server_args.ServerArgs.resolve_once": (_resolve_once, "BEFORE"),
     "speculative.spec_utils.spec_prepare_for_decode": (_prepare_for_decode, "AROUND"),
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": (_copy_for_forward, "AFTER"),
     f"{_PROCESSOR}.process_batch_result_prefill": (hooks.keep_prompt_logprobs, "BEFORE"),
