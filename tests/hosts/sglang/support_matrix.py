@@ -58,6 +58,9 @@ TRAFFIC = {
     "`return_hidden_states`": "test_requests.py",
     "streams in chunks of a fixed size, answers without acceptance": "test_side_channel.py",
     "records of each step (`explain`)": "test_explain.py",
+    "several tokenizer workers (`--tokenizer-worker-num 2`)": "test_front_door.py",
+    "requests that generate nothing (`max_new_tokens: 0`), with logprobs": "test_front_door.py",
+    "`/update_weights_from_tensor`, `/update_weights_from_disk`": "test_front_door.py",
     "unseeded sampling (temperature, top-k, top-p, min-p): the distribution, by chi-square": (
         "test_distribution.py"
     ),

@@ -7,6 +7,11 @@ VERSION = "0.5.11"
 _BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
 
 HOOKS: dict[str, str] = {
+    "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": (
+        "port_args server_args scheduler_info"
+    ),
+    "managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
+    ".save_remote_model": "self params",
     "speculative.spec_info.SpeculativeAlgorithm.from_string": "cls name",
     "speculative.spec_info.SpeculativeAlgorithm.create_worker": "self server_args",
     "server_args.ServerArgs.add_cli_args": "parser",
@@ -74,6 +79,7 @@ CALLS: dict[str, str] = {
     "managers.schedule_batch.FINISHED_MATCHED_REGEX": "matched",
     "managers.schedule_batch.Req.check_finished": "self new_accepted_len",
     "managers.schedule_batch.Req.finished": "self",
+    "managers.schedule_batch.Req.is_prefill_only": "self",
     "managers.schedule_batch.Req.update_spec_acceptance_histogram": "self accepted_draft_tokens",
     "managers.tp_worker.TpModelWorker.__init__": (
         "self server_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank moe_dp_rank dp_rank "
@@ -84,6 +90,7 @@ CALLS: dict[str, str] = {
         "self model_worker_batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init"
     ),
     "managers.tp_worker.TpModelWorker.get_memory_pool": "self",
+    "managers.tp_worker.TpModelWorker.update_weights_from_tensor": "self recv_req",
     "managers.utils.get_alloc_len_per_decode": "server_args",
     "mem_cache.common.alloc_token_slots": "tree_cache num_tokens backup_state",
     "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": (

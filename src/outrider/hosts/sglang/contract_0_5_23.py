@@ -7,6 +7,11 @@ VERSION = "0.5.23"
 _BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
 
 HOOKS: dict[str, str] = {
+    "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": (
+        "port_args server_args scheduler_info"
+    ),
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    ".save_remote_model": "self params",
     "server_args.ServerArgs.resolve_once": "self",
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         "self kvc num_layers"
@@ -70,6 +75,7 @@ CALLS: dict[str, str] = {
     "managers.schedule_batch.FINISHED_MATCHED_REGEX": "matched",
     "managers.schedule_batch.Req.update_finish_state": "self new_accepted_len",
     "managers.schedule_batch.Req.finished": "self",
+    "managers.schedule_batch.Req.is_prefill_only": "self",
     "managers.schedule_batch.Req.update_spec_correct_drafts_histogram": "self num_correct_drafts",
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._accept_grammar_tokens": "self req tokens",

@@ -302,6 +302,7 @@ def _store_to_map(original: Callable[..., Any], self: Any, indices: Any, result:
     return None if isinstance(self.spec_algo, Algorithm) else original(self, indices, result)
 
 
+_UPDATER = "managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _MIXIN = "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
 
 
@@ -321,6 +322,7 @@ _HOOKS: dict[str, hooks.Hook] = {
     "server_args.ServerArgs.__post_init__": (_post_init, "BEFORE"),
     "server_args.ServerArgs._handle_speculative_decoding": (_handle_speculative_decoding, "AFTER"),
     "server_args.ServerArgs._handle_gpu_memory_settings": (_handle_gpu_memory_settings, "AROUND"),
+    f"{_UPDATER}.save_remote_model": (hooks.save_remote_model, "AROUND"),
     f"{_MIXIN}.stream_output_generation": (hooks.stream_output, "AROUND"),
     f"{_MIXIN}.process_batch_result_prefill": (hooks.keep_prompt_logprobs, "BEFORE"),
     f"{_MIXIN}._resolve_spec_overlap_token_ids": (_resolve_tokens, "AROUND"),

@@ -362,6 +362,7 @@ def _boundary_reduction(original: Callable[..., Any], view: Any) -> Any:
 
 _PROCESSOR = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _ALIAS = "arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
+_UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _STREAMER = "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 _HOOKS: dict[str, hooks.Hook] = {
@@ -371,6 +372,7 @@ _HOOKS: dict[str, hooks.Hook] = {
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": (_copy_for_forward, "AFTER"),
     f"{_PROCESSOR}.process_batch_result_prefill": (hooks.keep_prompt_logprobs, "BEFORE"),
     f"{_PROCESSOR}._resolve_spec_v2_tokens": (_resolve_tokens, "AROUND"),
+    f"{_UPDATER}.save_remote_model": (hooks.save_remote_model, "AROUND"),
     f"{_STREAMER}._stream_output_generation": (hooks.stream_output, "AROUND"),
     "model_executor.runner.eager_runner.get_eager_max_batch_size": (_eager_batch_size, "AROUND"),
     _ALIAS: (_algorithm_alias, "AROUND"),
