@@ -131,6 +131,11 @@ REQUESTS = {
     "a drafter that the server does not have": "names those it has",
     "`min_p` with `--enable-deterministic-inference`": "SGLang's seeded sampler lacks it",
     "`explain` where the profile says `report_acceptance: false`": "it would tell",
+    "`beam_width` above 1 (0.5.23)": "SGLang refuses it beside any speculation",
+    "`return_sampling_mask` (0.5.23)": "SGLang refuses it beside any algorithm but its DFLASH",
+    "`/set_internal_state` with `speculative_accept_threshold_single` or `_acc`": (
+        "Outrider accepts no draft that plain decoding would not emit"
+    ),
 }
 FALLBACKS = {
     "`error`, `timeout`, `garbage`": "a drafter raised, took too long, or returned no drafts",

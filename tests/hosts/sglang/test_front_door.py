@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import sglang
+import support_matrix
 import torch
 import workload
 from safetensors.torch import load_file
@@ -81,6 +82,31 @@ def test_no_new_tokens(company, servers):
         assert workload.essence(one) == workload.essence(other)
 
 
+REFUSED = {
+    "beam_width": (body(TEXTS[0], beam_width=2), "Beam search is not supported with speculative"),
+    "return_sampling_mask": (
+        {**body(TEXTS[0], top_k=1), "return_sampling_mask": True},
+        "return_sampling_mask is not supported with speculative",
+    ),
+}
+
+
+@pytest.mark.skipif(sglang.__version__ == "0.5.11", reason="SGLang 0.5.23 is the first with these")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_sglang_refuses_beside_any_speculation(what, servers):
+    asked, said = REFUSED[what]
+    answer = servers[1].post("/generate", asked)
+    assert (answer.status_code, said in answer.text) == (400, True), answer.text
+    assert f"`{what}`" in " ".join(support_matrix.REQUESTS)
+
+
+def test_acceptance_cannot_be_relaxed_later(servers):
+    wanted = {"server_args": {"speculative_accept_threshold_single": 0.3}}
+    answer = servers[1].post("/set_internal_state", wanted)
+    assert (answer.status_code, "OUTRIDER" in answer.text) == (400, True), answer.text
+    assert servers[1].post("/set_internal_state", {"server_args": {}}).ok
+
+
 def payload(factor):
     """Return the weights of the last norm as SGLang's endpoint takes them."""
     from sglang.srt.utils import MultiprocessingSerializer
@@ -136,17 +162,31 @@ ELSEWHERE = {
 """What it asks of SGLang's own algorithms alone."""
 
 
+WORKERS = {"draft_worker", "model_worker"}
+
+
+def of_worker(node, names):
+    """Say whether this is our worker, as the scheduler sees it. names: local ones for it"""
+    if isinstance(node, ast.BoolOp):
+        return any(of_worker(value, names) for value in node.values)
+    return getattr(node, "attr", None) in WORKERS or getattr(node, "id", None) in names
+
+
 def asked_of_workers():
-    """Return the attributes that SGLang's scheduler asks of `draft_worker` and `model_worker`."""
+    """Return the attributes that SGLang's scheduler asks of our worker."""
     found = set()
     for file in Path(sglang.__file__).parent.glob("srt/managers/**/*.py"):
         text = file.read_text()
-        for node in ast.walk(ast.parse(text)) if "_worker." in text else ():
-            if isinstance(node, ast.Attribute):
-                of = node.value
-                name = of.attr if isinstance(of, ast.Attribute) else getattr(of, "id", "")
-                if name in ("draft_worker", "model_worker"):
-                    found.add(node.attr)
+        tree = ast.parse(text) if "draft_worker" in text else ast.Module([], [])
+        for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+            nodes, names = list(ast.walk(function)), set(WORKERS)
+            for node in nodes:
+                if isinstance(node, ast.Assign) and of_worker(node.value, names):
+                    names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            of_ours = [
+                n for n in nodes if isinstance(n, ast.Attribute) and of_worker(n.value, names)
+            ]
+            found |= {node.attr for node in of_ours}
     return found
 
 
@@ -157,6 +197,8 @@ def test_the_worker_has_what_the_scheduler_asks():
     source = "".join(file.read_text() for file in files if "outrider" in file.parts)
     asked = asked_of_workers() - ELSEWHERE.keys()
     assert "clear_cache_pool" in asked
+    is_old = sglang.__version__ == "0.5.11"
+    assert ("update_weights_from_tensor" if is_old else "weight_update_runners") in asked
     assert "forward_batch_generation" in asked
     missing = {
         name for name in asked if not hasattr(worker, name) and f"self.{name} = " not in source

@@ -26,6 +26,7 @@ HOOKS: dict[str, str] = {
         "self meta_info recv_obj i"
     ),
     "managers.tokenizer_manager.TokenizerManager._handle_batch_output": "self recv_obj",
+    "managers.tokenizer_manager.TokenizerManager.set_internal_state": "self obj",
     "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
     ".stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
     "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": "self seq_lens_cpu_cache",

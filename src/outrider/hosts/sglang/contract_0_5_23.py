@@ -23,6 +23,7 @@ HOOKS: dict[str, str] = {
         "self meta_info recv_obj i"
     ),
     "managers.tokenizer_manager.TokenizerManager._handle_batch_output": "self recv_obj",
+    "managers.tokenizer_manager.TokenizerManager.set_internal_state": "self obj",
     "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     "._stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
@@ -195,7 +196,7 @@ ATTRIBUTES: dict[str, str] = {
     ),
     "managers.tp_worker.TpModelWorker": "model_config world_group _model_runner",
     "model_executor.model_runner.ModelRunner": (
-        "sampler req_to_token_pool is_hybrid_swa page_size use_mla_backend "
+        "sampler req_to_token_pool is_hybrid_swa sliding_window_size page_size use_mla_backend "
         "device model_config attn_backend token_to_kv_pool"
     ),
     "sampling.penaltylib.orchestrator._BatchedPenalizer": "_orchestrator_ref _is_prepared",

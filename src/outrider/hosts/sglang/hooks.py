@@ -180,6 +180,15 @@ def murmur_hash32(original: Callable[..., Any], seed: Any, positions: Any, colum
     return original(seed, positions, columns)
 
 
+def set_internal_state(self: Any, asked: Any) -> None:
+    """Refuse settings of SGLang's own speculation while the server runs, as at its start."""
+    wanted = [key for key in asked.server_args or () if "spec" in key]
+    if wanted and chosen_args() is not None:
+        from fastapi import HTTPException
+
+        raise HTTPException(400, f"{', '.join(wanted)}: not with --speculative-algorithm {NAME}")
+
+
 def share_plugins(
     original: Callable[..., Any], port_args: Any, server_args: Any, scheduler_info: dict[str, Any]
 ) -> Any:
@@ -227,6 +236,10 @@ def is_prefill_only(self: Any) -> bool:
 
 
 COMMON: dict[str, Hook] = {
+    "managers.tokenizer_manager.TokenizerManager.set_internal_state": (
+        set_internal_state,
+        "BEFORE",
+    ),
     "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": (share_plugins, "AROUND"),
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         compute_cell_size,

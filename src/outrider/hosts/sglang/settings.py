@@ -40,6 +40,10 @@ REPAIRED = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH")
 VERIFYING = ["fa3", "flashinfer", "triton", "aiter"]
 """Attention backends whose TARGET_VERIFY takes a chain without a mask."""
 
+SAME_WINDOW = "fa3"
+"""The one among them of which both passes are known to read the same keys of a sliding window. With
+triton and aiter, SGLang's plain decoding reads one key less than TARGET_VERIFY."""
+
 OWN = "outrider"
 """Our attention backend: it reads a request's cache once for all of its rows."""
 
@@ -191,12 +195,20 @@ def _check_tokenizers(server_args: Any) -> None:
     check_same_tokens(*found)
 
 
-def verify_pass(asked: str | None, server_args: Any) -> str:
+def verify_pass(asked: str | None, server_args: Any, window: int | None = None) -> str:
     """Return how drafts are verified: "rows", "target_verify" or "auto". Raises Unsupported.
 
     asked: in the profile; by default what the backend and the exactness asked for allow
+    window: SGLang's sliding window of the model, None or 0 without one: see `SAME_WINDOW`
     """
     backend, exact = server_args.attention_backend, server_args.enable_deterministic_inference
+    if window and window > 0 and (others := _backends(server_args) - {SAME_WINDOW}):
+        if asked == "target_verify":
+            raise Unsupported(
+                f"verify_pass target_verify with sliding windows on {', '.join(sorted(others))}",
+                fix="use verify_pass: rows: TARGET_VERIFY reads other keys than plain decoding",
+            )
+        return "rows"
     if asked in (None, "rows"):
         return "auto" if asked is None and backend in VERIFYING and not exact else "rows"
     if exact:
@@ -210,6 +222,12 @@ def verify_pass(asked: str | None, server_args: Any) -> str:
             fix=f"use verify_pass: rows, or one of {', '.join(VERIFYING)}",
         )
     return asked
+
+
+def _backends(server_args: Any) -> set[str]:
+    """Return the attention backends that read prompts and that decode."""
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return {name for name in (getattr(server_args, key, None) for key in names) if name}
 
 
 def repairs(server_args: Any) -> bool:

@@ -181,7 +181,7 @@ class OutriderWorker:
     def _begin_verify(self, args: Any, asked: str | None) -> None:
         """Choose how drafts are verified. asked: in the profile"""
         try:
-            found = verify_pass(asked, args)
+            found = verify_pass(asked, args, self.model_runner.sliding_window_size)
         except Unsupported as error:
             raise SystemExit(f"outrider: {error}") from error
         self._verify: VerifyPass | None = None
