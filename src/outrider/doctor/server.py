@@ -252,16 +252,20 @@ def _algorithm(served: Served) -> Iterator[Finding]:
 
 def _refused(arguments: Mapping[str, Any]) -> Iterator[Finding]:
     """Say which of a server's settings Outrider would not start with."""
-    from outrider.hosts.sglang.settings import REFUSED
+    from outrider.hosts.sglang.flags import REFUSED
 
-    for what, fix, asked_for in REFUSED:
+    for refusal in REFUSED:
+        # those of SGLang's own speculation go when Outrider takes its place
+        if not refusal.fields or any(word in refusal.what for word in ("spec", "eagle")):
+            continue
         try:
-            refused = asked_for(SimpleNamespace(**arguments))
+            refused = refusal.asks(SimpleNamespace(**arguments))
         except (AttributeError, TypeError):  # another SGLang has other settings
             continue
-        if refused and "eagle" not in what.lower():
+        if refused:
             why = "with OUTRIDER the server would stop at start"
-            yield Finding("server", "warning", f"{what} is refused with OUTRIDER", why, fix)
+            what = f"{refusal.what} is refused with OUTRIDER"
+            yield Finding("server", "warning", what, why, refusal.fix)
 
 
 def _contract(served: Served) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_models
 import workload
 
-from outrider.hosts.sglang import settings
+from outrider.hosts.sglang import flags
 
 HEAD = """# What works in SGLang
 
@@ -58,6 +58,9 @@ TRAFFIC = {
     "`return_hidden_states`": "test_requests.py",
     "streams in chunks of a fixed size, answers without acceptance": "test_side_channel.py",
     "records of each step (`explain`)": "test_explain.py",
+    "several tokenizer workers (`--tokenizer-worker-num 2`)": "test_front_door.py",
+    "requests that generate nothing (`max_new_tokens: 0`), with logprobs": "test_front_door.py",
+    "`/update_weights_from_tensor`, `/update_weights_from_disk`": "test_front_door.py",
     "unseeded sampling (temperature, top-k, top-p, min-p): the distribution, by chi-square": (
         "test_distribution.py"
     ),
@@ -128,6 +131,11 @@ REQUESTS = {
     "a drafter that the server does not have": "names those it has",
     "`min_p` with `--enable-deterministic-inference`": "SGLang's seeded sampler lacks it",
     "`explain` where the profile says `report_acceptance: false`": "it would tell",
+    "`beam_width` above 1 (0.5.23)": "SGLang refuses it beside any speculation",
+    "`return_sampling_mask` (0.5.23)": "SGLang refuses it beside any algorithm but its DFLASH",
+    "`/set_internal_state` with `speculative_accept_threshold_single` or `_acc`": (
+        "Outrider accepts no draft that plain decoding would not emit"
+    ),
 }
 FALLBACKS = {
     "`error`, `timeout`, `garbage`": "a drafter raised, took too long, or returned no drafts",
@@ -207,7 +215,13 @@ def page() -> str:
     rows = [(what, f"`{files}`", versions(files)) for what, files in TRAFFIC.items()]
     parts.append(table(("what", "tested in", "SGLang"), rows))
     parts.append("## Refused when the server starts\n")
-    parts.append(table(("asked for", "instead"), [(f"{w}", fix) for w, fix, _ in settings.REFUSED]))
+    fixes: dict[str, list[str]] = {}
+    for refusal in flags.REFUSED:
+        fixes.setdefault(refusal.fix, []).append(refusal.what)
+    rows = [(", ".join(what), fix) for fix, what in fixes.items()]
+    parts.append(table(("asked for", "instead"), rows))
+    names = ", ".join(refusal.what for refusal in flags.WITH_DRAFT_MODEL)
+    parts.append(f"Without a draft model, or with a head in its place: {names}.\n")
     parts.append(
         "Also models with sliding-window layers in a cache of their own, state-space layers, an "
         "encoder, multimodal input or n-gram embeddings; a draft model with another tokenizer; and "

@@ -113,60 +113,26 @@ def test_chosen():
 
 def arguments(**asked):
     default = {
-        "pp_size": 1,
         "page_size": 1,
-        "disaggregation_mode": "null",
         "speculative_num_steps": None,
         "speculative_num_draft_tokens": None,
         "speculative_draft_model_path": None,
         "speculative_eagle_topk": None,
-        "speculative_token_map": None,
-        "dllm_algorithm": None,
+        "enable_lora": False,
+        "enable_mixed_chunk": False,
+        "enable_return_hidden_states": False,
+        "lora_paths": None,
+        "disable_overlap_schedule": False,
+        "attention_backend": None,
+        "enable_deterministic_inference": False,
     }
-    flags = [
-        *("dp_attention", "hierarchical_cache", "lora", "two_batch_overlap", "pdmux", "hisparse"),
-        *("mixed_chunk", "multi_layer_eagle", "return_hidden_states"),
-    ]
-    default |= {f"enable_{name}": False for name in flags}
-    default |= {"lora_paths": None, "is_embedding": False, "speculative_adaptive": False}
-    default |= {"disable_overlap_schedule": False}
-    default |= {"attention_backend": None, "enable_deterministic_inference": False}
     return SimpleNamespace(**{**default, **asked})
 
 
-REFUSED = {
-    "--pp-size": {"pp_size": 2},
-    "--disaggregation-mode": {"disaggregation_mode": "decode"},
-    "--enable-dp-attention": {"enable_dp_attention": True},
-    "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
-    "LoRA": {"lora_paths": ["adapter"], "speculative_draft_model_path": "model"},
-    "--enable-two-batch-overlap": {"enable_two_batch_overlap": True},
-    "--enable-pdmux": {"enable_pdmux": True},
-    "--enable-hisparse": {"enable_hisparse": True},
-    "--dllm-algorithm": {"dllm_algorithm": "LowConfidence"},
-    "--is-embedding": {"is_embedding": True},
-    "--speculative-eagle-topk": {"speculative_eagle_topk": 4},
-    "--speculative-adaptive": {"speculative_adaptive": True},
-    "--speculative-token-map": {"speculative_token_map": "map"},
-    "--enable-watermark": {"enable_watermark": True},
-    "--enable-unified-memory": {"enable_unified_memory": True},
-    "--attn-dp-size": {"attn_dp_size": 2},
-    "--dcp-size": {"dcp_size": 2},
-    "--enable-multi-layer-eagle": {"enable_multi_layer_eagle": True},
-    "--speculative-num-steps 3": {"speculative_num_steps": 3, "speculative_num_draft_tokens": 9},
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused_at_start(what):
-    with pytest.raises(Unsupported, match=what):
-        settings.apply(arguments(**REFUSED[what]))
-
-
-def test_nothing_that_is_refused_is_untested():
-    tested = " ".join(REFUSED)
-    for what, _, _ in settings.REFUSED:
-        assert any(word.strip("()") in tested for word in what.split()), what
+def test_steps_and_rows_that_differ_are_refused():
+    asked = arguments(speculative_num_steps=3, speculative_num_draft_tokens=9)
+    with pytest.raises(Unsupported, match="--speculative-num-steps 3"):
+        settings.apply(asked)
 
 
 @pytest.mark.parametrize(
@@ -283,14 +249,21 @@ def test_a_draft_model_of_another_family_is_refused(model_dir):
             settings.apply(arguments(**paths, speculative_draft_model_path=str(path)))
 
 
-def test_what_is_wrong_is_the_last_line(launch, tmp_path):
-    (tmp_path / "profile.yaml").write_text("drafter: sufix")
-    flags = ["--speculative-algorithm", "OUTRIDER"]
+@pytest.mark.parametrize(
+    ("content", "flags", "said"),
+    [
+        ("drafter: sufix", [], "drafter 'sufix'; choose one of"),
+        ("{}", ["--speculative-accept-threshold-single", "0.3"], "--speculative-accept-threshold-"),
+    ],
+)
+def test_what_is_wrong_is_the_last_line(content, flags, said, launch, tmp_path):
+    (tmp_path / "profile.yaml").write_text(content)
+    flags = ["--speculative-algorithm", "OUTRIDER", *flags]
     environment = {"OUTRIDER_CONFIG": str(tmp_path / "profile.yaml")}
     server = launch("misspelt", TINY, *flags, plain=True, **environment)
     assert server.process.wait(120) == 1
     *_, last = server.log.read_text().splitlines()
-    assert last.startswith("outrider: drafter 'sufix'; choose one of")
+    assert last.startswith(f"outrider: {said}")
     assert "Load weight" not in server.log.read_text()
 
 

@@ -6,11 +6,18 @@ SGLang has TARGET_VERIFY on GPU backends only. Here torch_native is taught it: s
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import tiny_models
 import torch
 import workload
+from server import unused_models
+from sglang.srt.layers.attention import triton_backend
+from sglang.srt.models import gemma2
+from transformers import Gemma2Config
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang.settings import VERIFYING, verify_pass
@@ -49,6 +56,45 @@ def test_rows_elsewhere(backend):
 
 def test_before_the_backend_is_known_nothing_is_refused():
     assert verify_pass("target_verify", arguments(None)) == "target_verify"
+
+
+# both have the window of their configuration less one: SGLang's window is without the token itself
+WINDOW = gemma2.get_attention_sliding_window_size(Gemma2Config(sliding_window=16))
+
+
+@pytest.mark.parametrize("backend", VERIFYING)
+def test_a_model_with_windows_has_rows(backend):
+    """Where the two passes read other keys."""
+    assert WINDOW == 15
+    may = backend == "fa3"
+    for asked in (None, "auto"):
+        found = verify_pass(asked, arguments(backend), WINDOW)
+        assert found == ("auto" if may else "rows")
+        assert verify_pass(asked, arguments(backend), None) == "auto"
+    if may:
+        assert verify_pass("target_verify", arguments(backend), WINDOW) == "target_verify"
+        mixed = SimpleNamespace(**vars(arguments(backend)), decode_attention_backend="triton")
+        assert verify_pass("auto", mixed, WINDOW) == "rows"
+    else:
+        with pytest.raises(Unsupported, match=f"target_verify with sliding windows on {backend}"):
+            verify_pass("target_verify", arguments(backend), WINDOW)
+
+
+def test_sglangs_triton_backend_decodes_with_one_key_less(monkeypatch):
+    """The reason for the rule: of 20 cached tokens, plain decoding in a window of 16 reads 15.
+
+    Its extend kernel, which TARGET_VERIFY runs, masks by `query <= key + window`: it reads 16.
+    """
+    gather = "create_flashinfer_kv_indices_triton"
+    monkeypatch.setattr(triton_backend, gather, MagicMock(), raising=False)
+    known = {name: MagicMock() for name in ("translator", "plan", "req_to_token")}
+    known |= {"window_kv_indptr": torch.zeros(2, dtype=torch.int64), "bs": 1, "device": "cpu"}
+    known |= {"seq_lens": torch.tensor([20]), "req_pool_indices": torch.tensor([0])}
+    known["sliding_window_size"] = WINDOW
+    count = triton_backend.update_sliding_window_buffer
+    wanted = inspect.signature(count).parameters
+    _, _, lens, starts = count(**{name: known[name] for name in known if name in wanted})
+    assert (lens.tolist(), starts.tolist()) == ([15], [5])
 
 
 def test_rounding_agrees_and_other_rows_do_not():
@@ -105,3 +151,19 @@ def test_answers_and_passes(launch, model_dir, tmp_path, setting, drafter, first
     elif setting == "target_verify":
         assert max(rows) > WIDTH  # several requests in one pass
         assert len(rows) > 20
+
+
+def test_a_server_of_a_model_with_windows(launch, profile, tmp_path):
+    """TARGET_VERIFY is not run, not even to compare it: that would be within a window."""
+    model, passes = tiny_models.make("gemma3_text", tmp_path / "model"), tmp_path / "passes"
+    passes.write_text("")
+    files = ",".join({*unused_models().split(",")} - {"gemma3_causal"})
+    environment = {"OUTRIDER_TEST_VERIFY": str(passes), "SGLANG_DISABLED_MODEL_ARCHS": files}
+    with launch("verify-window", model, *FLAGS, **environment, **profile()) as server:
+        asked = [("/generate", body(f"{text} {text}")) for text in workload.OPENINGS[:4]]
+        plain = {"custom_params": {"outrider": {"max_drafts": 0}}}
+        silent = [("/generate", body(f"{t} {t}", **plain)) for t in workload.OPENINGS[:4]]
+        drafted, answers = server.ask_all(asked, 2), server.ask_all(silent, 2)
+        assert [a["output_ids"] for a in drafted] == [a["output_ids"] for a in answers]
+        assert "drafts are verified by rows" in server.log.read_text()
+    assert passes.read_text() == ""

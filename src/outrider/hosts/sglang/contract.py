@@ -129,5 +129,6 @@ def _parameters(target: Any) -> list[str]:
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
     }
-    function = inspect.unwrap(getattr(target, "__func__", target))
+    target = target.fget if isinstance(target, property) else getattr(target, "__func__", target)
+    function = inspect.unwrap(target)
     return [kinds.get(p.kind, p.name) for p in inspect.signature(function).parameters.values()]

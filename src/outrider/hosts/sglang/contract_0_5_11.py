@@ -7,9 +7,15 @@ VERSION = "0.5.11"
 _BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
 
 HOOKS: dict[str, str] = {
+    "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": (
+        "port_args server_args scheduler_info"
+    ),
+    "managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
+    ".save_remote_model": "self params",
     "speculative.spec_info.SpeculativeAlgorithm.from_string": "cls name",
     "speculative.spec_info.SpeculativeAlgorithm.create_worker": "self server_args",
     "server_args.ServerArgs.add_cli_args": "parser",
+    "server_args.ServerArgs.__post_init__": "self",
     "server_args.ServerArgs._handle_speculative_decoding": "self",
     "server_args.ServerArgs._handle_gpu_memory_settings": "self gpu_mem",
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
@@ -20,6 +26,7 @@ HOOKS: dict[str, str] = {
         "self meta_info recv_obj i"
     ),
     "managers.tokenizer_manager.TokenizerManager._handle_batch_output": "self recv_obj",
+    "managers.tokenizer_manager.TokenizerManager.set_internal_state": "self obj",
     "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
     ".stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
     "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": "self seq_lens_cpu_cache",
@@ -79,6 +86,7 @@ CALLS: dict[str, str] = {
     "managers.schedule_batch.FINISHED_MATCHED_REGEX": "matched",
     "managers.schedule_batch.Req.check_finished": "self new_accepted_len",
     "managers.schedule_batch.Req.finished": "self",
+    "managers.schedule_batch.Req.is_prefill_only": "self",
     "managers.schedule_batch.Req.update_spec_acceptance_histogram": "self accepted_draft_tokens",
     "managers.tp_worker.TpModelWorker.__init__": (
         "self server_args gpu_id tp_rank moe_ep_rank pp_rank attn_cp_rank moe_dp_rank dp_rank "
@@ -89,6 +97,7 @@ CALLS: dict[str, str] = {
         "self model_worker_batch forward_batch pp_proxy_tensors is_verify skip_attn_backend_init"
     ),
     "managers.tp_worker.TpModelWorker.get_memory_pool": "self",
+    "managers.tp_worker.TpModelWorker.update_weights_from_tensor": "self recv_req",
     "managers.utils.get_alloc_len_per_decode": "server_args",
     "mem_cache.common.alloc_token_slots": "tree_cache num_tokens backup_state",
     "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer": (

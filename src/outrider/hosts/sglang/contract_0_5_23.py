@@ -7,6 +7,11 @@ VERSION = "0.5.23"
 _BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
 
 HOOKS: dict[str, str] = {
+    "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": (
+        "port_args server_args scheduler_info"
+    ),
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    ".save_remote_model": "self params",
     "server_args.ServerArgs.resolve_once": "self",
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         "self kvc num_layers"
@@ -19,6 +24,7 @@ HOOKS: dict[str, str] = {
         "self meta_info recv_obj i"
     ),
     "managers.tokenizer_manager.TokenizerManager._handle_batch_output": "self recv_obj",
+    "managers.tokenizer_manager.TokenizerManager.set_internal_state": "self obj",
     "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     "._stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
@@ -78,6 +84,7 @@ CALLS: dict[str, str] = {
     "managers.schedule_batch.FINISHED_MATCHED_REGEX": "matched",
     "managers.schedule_batch.Req.update_finish_state": "self new_accepted_len",
     "managers.schedule_batch.Req.finished": "self",
+    "managers.schedule_batch.Req.is_prefill_only": "self",
     "managers.schedule_batch.Req.update_spec_correct_drafts_histogram": "self num_correct_drafts",
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
     "._accept_grammar_tokens": "self req tokens",
@@ -197,7 +204,7 @@ ATTRIBUTES: dict[str, str] = {
     ),
     "managers.tp_worker.TpModelWorker": "model_config world_group _model_runner",
     "model_executor.model_runner.ModelRunner": (
-        "sampler req_to_token_pool is_hybrid_swa page_size use_mla_backend "
+        "sampler req_to_token_pool is_hybrid_swa sliding_window_size page_size use_mla_backend "
         "device model_config attn_backend token_to_kv_pool"
     ),
     "sampling.penaltylib.orchestrator._BatchedPenalizer": "_orchestrator_ref _is_prepared",

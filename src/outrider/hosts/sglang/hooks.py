@@ -186,11 +186,71 @@ def decode_slots(original: Callable[..., Any], self: Any, reqs: Any, page_size: 
     return original(self, reqs, page_size) if reserve is None else reserve.required(self, reqs)
 
 
+def set_internal_state(self: Any, asked: Any) -> None:
+    """Refuse settings of SGLang's own speculation while the server runs, as at its start."""
+    wanted = [key for key in asked.server_args or () if "spec" in key]
+    if wanted and chosen_args() is not None:
+        from fastapi import HTTPException
+
+        raise HTTPException(400, f"{', '.join(wanted)}: not with --speculative-algorithm {NAME}")
+
+
+def share_plugins(
+    original: Callable[..., Any], port_args: Any, server_args: Any, scheduler_info: dict[str, Any]
+) -> Any:
+    """Let tokenizer workers load the plugins, which SGLang starts without them.
+
+    They unpickle this before they do anything else.
+    """
+    if is_chosen(host().arguments(server_args)):
+        scheduler_info = {**scheduler_info, NAME: _Plugins()}
+    return original(port_args, server_args, scheduler_info)
+
+
+class _Plugins:
+    """Loads the plugins where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return load_here, ()
+
+
+def load_here() -> None:
+    """Load SGLang's plugins in this process, and make sure that all hooks hold."""
+    from sglang.srt.plugins import load_plugins
+
+    from outrider.hosts.sglang import plugin
+
+    load_plugins()
+    plugin.check_hooks()
+
+
+def save_remote_model(original: Callable[..., Any], self: Any, params: Any) -> Any:
+    """Save the target, and the draft model if there is one: SGLang takes our worker for one."""
+    worker = self.draft_worker
+    if chosen_args() is None:
+        return original(self, params)
+    self.draft_worker = worker.draft_model_worker
+    try:
+        return original(self, params)
+    finally:
+        self.draft_worker = worker
+
+
+def is_prefill_only(self: Any) -> bool:
+    """Say whether a request generates nothing. SGLang's own says no beside any speculation."""
+    return bool(self.sampling_params.max_new_tokens == 0)
+
+
 COMMON: dict[str, Hook] = {
     "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2": (
         decode_slots,
         "AROUND",
     ),
+    "managers.tokenizer_manager.TokenizerManager.set_internal_state": (
+        set_internal_state,
+        "BEFORE",
+    ),
+    "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": (share_plugins, "AROUND"),
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         compute_cell_size,
         "AROUND",

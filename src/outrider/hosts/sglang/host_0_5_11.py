@@ -216,6 +216,11 @@ def _add_cli_args(result: None, parser: Any) -> None:
         action.choices = [*action.choices, hooks.NAME]
 
 
+def _post_init(self: Any) -> None:
+    if hooks.is_chosen(self):
+        settings.refuse_flags(self)
+
+
 def _handle_speculative_decoding(result: None, self: Any) -> None:
     try:
         if settings.repairs(self):
@@ -298,6 +303,7 @@ def _store_to_map(original: Callable[..., Any], self: Any, indices: Any, result:
     return None if isinstance(self.spec_algo, Algorithm) else original(self, indices, result)
 
 
+_UPDATER = "managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _MIXIN = "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
 
 
@@ -314,8 +320,10 @@ _HOOKS: dict[str, hooks.Hook] = {
     "speculative.spec_info.SpeculativeAlgorithm.from_string": (_from_string, "AROUND"),
     "speculative.spec_info.SpeculativeAlgorithm.create_worker": (_create_worker, "AFTER"),
     "server_args.ServerArgs.add_cli_args": (_add_cli_args, "AFTER"),
+    "server_args.ServerArgs.__post_init__": (_post_init, "BEFORE"),
     "server_args.ServerArgs._handle_speculative_decoding": (_handle_speculative_decoding, "AFTER"),
     "server_args.ServerArgs._handle_gpu_memory_settings": (_handle_gpu_memory_settings, "AROUND"),
+    f"{_UPDATER}.save_remote_model": (hooks.save_remote_model, "AROUND"),
     f"{_MIXIN}.stream_output_generation": (hooks.stream_output, "AROUND"),
     f"{_MIXIN}.process_batch_result_prefill": (hooks.keep_prompt_logprobs, "BEFORE"),
     f"{_MIXIN}._resolve_spec_overlap_token_ids": (_resolve_tokens, "AROUND"),

@@ -299,9 +299,11 @@ def _worker_class() -> type:
 # -- hooks of this version. AROUND gets the original first, AFTER its result.
 
 
-def _refuse_repair(self: Any, *args: Any, **kwargs: Any) -> None:
+def _resolve_once(self: Any, *args: Any, **kwargs: Any) -> None:
     if os.environ.get(REPAIR_VARIABLE):
         raise SystemExit(f"outrider: {REPAIR_VARIABLE} is for SGLang 0.5.11; unset it")
+    if hooks.is_chosen(self):
+        settings.refuse_flags(self)
 
 
 def _prepare_for_decode(original: Callable[..., Any], batch: Any) -> Any:
@@ -369,16 +371,18 @@ def _trim_overshoot(result: None, self: Any, req: Any, finished_len: int) -> Non
 
 _PROCESSOR = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _ALIAS = "arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
+_UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _STREAMER = "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 _HOOKS: dict[str, hooks.Hook] = {
     **hooks.COMMON,
-    "server_args.ServerArgs.resolve_once": (_refuse_repair, "BEFORE"),
+    "server_args.ServerArgs.resolve_once": (_resolve_once, "BEFORE"),
     "speculative.spec_utils.spec_prepare_for_decode": (_prepare_for_decode, "AROUND"),
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": (_copy_for_forward, "AFTER"),
     f"{_PROCESSOR}.process_batch_result_prefill": (hooks.keep_prompt_logprobs, "BEFORE"),
     f"{_PROCESSOR}._resolve_spec_v2_tokens": (_resolve_tokens, "AROUND"),
     "session.streaming_session.StreamingSession._trim_overshoot": (_trim_overshoot, "AFTER"),
+    f"{_UPDATER}.save_remote_model": (hooks.save_remote_model, "AROUND"),
     f"{_STREAMER}._stream_output_generation": (hooks.stream_output, "AROUND"),
     "model_executor.runner.eager_runner.get_eager_max_batch_size": (_eager_batch_size, "AROUND"),
     _ALIAS: (_algorithm_alias, "AROUND"),

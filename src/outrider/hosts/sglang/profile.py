@@ -78,7 +78,8 @@ class Profile(_Strict):
         decoding computes. `target_verify`: by SGLang's own pass, which reads each request's cache
         once on every backend, but gives other bits. `auto`: control chooses by measured times;
         rows without it. By default `auto` with fa3, flashinfer, triton and aiter unless
-        `--enable-deterministic-inference` is given, else `rows`.
+        `--enable-deterministic-inference` is given, else `rows`. A model with sliding windows has
+        `rows` with all backends but fa3.
     tracing: whether each step is sent as an OpenTelemetry span, as the variables OTEL_* say
     sanitize: whether every KV slot that is read is checked to hold its reader's text, and the
         server stops if one does not. For tests: it is slow. SGLang without speculation is checked

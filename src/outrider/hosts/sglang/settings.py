@@ -10,6 +10,7 @@ from typing import Any
 from outrider.core import Unsupported
 from outrider.drafters.registry import OURS
 from outrider.hosts.sglang import tracing
+from outrider.hosts.sglang.flags import REFUSED, WITH_DRAFT_MODEL
 from outrider.hosts.sglang.profile import (
     ADAPTIVE,
     DEVICE,
@@ -39,52 +40,33 @@ REPAIRED = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH")
 VERIFYING = ["fa3", "flashinfer", "triton", "aiter"]
 """Attention backends whose TARGET_VERIFY takes a chain without a mask."""
 
+SAME_WINDOW = "fa3"
+"""The one among them of which both passes are known to read the same keys of a sliding window. With
+triton and aiter, SGLang's plain decoding reads one key less than TARGET_VERIFY."""
+
 OWN = "outrider"
 """Our attention backend: it reads a request's cache once for all of its rows."""
 
-Test = Callable[[Any], Any]
 
-REFUSED: tuple[tuple[str, str, Test], ...] = (
-    ("pipeline parallelism (--pp-size)", "use --tp-size", lambda a: a.pp_size > 1),
-    ("--enable-dp-attention", "use --dp-size without it", lambda a: a.enable_dp_attention),
-    ("--disaggregation-mode", "leave it out", lambda a: a.disaggregation_mode != "null"),
-    ("--enable-hierarchical-cache", "leave it out", lambda a: a.enable_hierarchical_cache),
-    (
-        "LoRA adapters with a draft model",
-        "leave --speculative-draft-model-path out: SGLang would give adapters to it, too",
-        lambda a: (a.enable_lora or a.lora_paths) and a.speculative_draft_model_path,
-    ),
-    ("--enable-two-batch-overlap", "leave it out", lambda a: a.enable_two_batch_overlap),
-    ("--enable-pdmux", "leave it out", lambda a: a.enable_pdmux),
-    ("--enable-hisparse", "leave it out", lambda a: a.enable_hisparse),
-    ("--dllm-algorithm", "serve an autoregressive model", lambda a: a.dllm_algorithm is not None),
-    ("--is-embedding", "serve without speculation", lambda a: a.is_embedding),
-    (
-        "--speculative-eagle-topk above 1",
-        "leave it out: width in the profile makes trees",
-        lambda a: a.speculative_eagle_topk not in (None, 1),
-    ),
-    ("--speculative-adaptive", "it tunes SGLang's EAGLE", lambda a: a.speculative_adaptive),
-    ("--speculative-token-map", "it belongs to EAGLE", lambda a: a.speculative_token_map),
-    ("--enable-multi-layer-eagle", "it belongs to EAGLE", lambda a: a.enable_multi_layer_eagle),
-    # SGLang 0.5.23 has these
-    ("--attn-dp-size", "use --dp-size", lambda a: getattr(a, "attn_dp_size", 1) > 1),
-    ("--dcp-size", "leave it out", lambda a: getattr(a, "dcp_size", 1) > 1),
-    ("--enable-watermark", "leave it out", lambda a: getattr(a, "enable_watermark", False)),
-    (
-        "--enable-unified-memory",
-        "leave it out",
-        lambda a: getattr(a, "enable_unified_memory", False),
-    ),
-)
-"""What is refused at start-up: its name, what to do, and how to see it in SGLang's arguments."""
+def refuse_flags(given: Any) -> None:
+    """Stop the server if it is given a flag whose effect Outrider cannot give.
+
+    given: SGLang's arguments before it completes them; it resets some flags without a word
+    """
+    from outrider.hosts.sglang.heads import draft_kind
+
+    try:
+        for refusal in REFUSED:
+            refusal.check(given)
+        if draft_kind(given) != MODEL:
+            for refusal in WITH_DRAFT_MODEL:
+                refusal.check(given)
+    except Unsupported as error:
+        raise SystemExit(f"outrider: {error}") from error
 
 
 def apply(server_args: Any) -> None:
     """Check SGLang's arguments and complete them. Raises Unsupported."""
-    for what, fix, asked_for in REFUSED:
-        if asked_for(server_args):
-            raise Unsupported(what, fix=fix)
     from outrider.hosts.sglang.heads import draft_kind, head_sources
 
     profile, draft = load_profile(), draft_kind(server_args)
@@ -213,12 +195,20 @@ def _check_tokenizers(server_args: Any) -> None:
     check_same_tokens(*found)
 
 
-def verify_pass(asked: str | None, server_args: Any) -> str:
+def verify_pass(asked: str | None, server_args: Any, window: int | None = None) -> str:
     """Return how drafts are verified: "rows", "target_verify" or "auto". Raises Unsupported.
 
     asked: in the profile; by default what the backend and the exactness asked for allow
+    window: SGLang's sliding window of the model, None or 0 without one: see `SAME_WINDOW`
     """
     backend, exact = server_args.attention_backend, server_args.enable_deterministic_inference
+    if window and window > 0 and (others := _backends(server_args) - {SAME_WINDOW}):
+        if asked == "target_verify":
+            raise Unsupported(
+                f"verify_pass target_verify with sliding windows on {', '.join(sorted(others))}",
+                fix="use verify_pass: rows: TARGET_VERIFY reads other keys than plain decoding",
+            )
+        return "rows"
     if asked in (None, "rows"):
         return "auto" if asked is None and backend in VERIFYING and not exact else "rows"
     if exact:
@@ -232,6 +222,12 @@ def verify_pass(asked: str | None, server_args: Any) -> str:
             fix=f"use verify_pass: rows, or one of {', '.join(VERIFYING)}",
         )
     return asked
+
+
+def _backends(server_args: Any) -> set[str]:
+    """Return the attention backends that read prompts and that decode."""
+    names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return {name for name in (getattr(server_args, key, None) for key in names) if name}
 
 
 def repairs(server_args: Any) -> bool:

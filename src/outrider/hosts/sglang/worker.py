@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.utils.common import freeze_gc
 
@@ -56,6 +57,7 @@ from outrider.hosts.sglang.flights import (
 )
 from outrider.hosts.sglang.head_steps import HeadSteps
 from outrider.hosts.sglang.heads import draft_kind, head_sources, load_heads
+from outrider.hosts.sglang.hooks import is_prefill_only
 from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
@@ -107,6 +109,8 @@ class OutriderWorker:
         self._target_worker = target_worker
         self.model_config = target_worker.model_config
         self._ranks = Ranks(target_worker.world_group)
+        # SGLang's hooks take the place of functions, not of properties
+        Req.is_prefill_only = property(is_prefill_only)
 
     @property
     def target_worker(self) -> Any:
@@ -124,6 +128,7 @@ class OutriderWorker:
         draft_worker: SGLang's worker of the draft model; None without one
         """
         args, runner = host().arguments(self.server_args), self.model_runner
+        self.draft_model_worker = draft_worker
         self._logits = self.model_config.vocab_size, self.model_config.dtype.itemsize
         self._max_rows = min(backend_rows(runner), max_rows(*self._logits))
         # a tree's slots change places, and those of a page must not
@@ -190,7 +195,7 @@ class OutriderWorker:
     def _begin_verify(self, args: Any, asked: str | None) -> None:
         """Choose how drafts are verified. asked: in the profile"""
         try:
-            found = verify_pass(asked, args)
+            found = verify_pass(asked, args, self.model_runner.sliding_window_size)
         except Unsupported as error:
             raise SystemExit(f"outrider: {error}") from error
         self._verify: VerifyPass | None = None
@@ -224,6 +229,11 @@ class OutriderWorker:
         return True, "the draft model keeps its weights"
 
     update_weights_from_ipc = update_weights_from_disk
+
+    def update_weights_from_tensor(self, recv_req: Any) -> tuple[bool, str]:
+        """Give the target new weights: SGLang 0.5.11 leaves that to its draft worker."""
+        done: tuple[bool, str] = self._target_worker.update_weights_from_tensor(recv_req)
+        return done
 
     def resolve(self, result: Any, batch: Any) -> list[list[int]]:
         """Return what a step emitted for each request of its batch; the scheduler appends it.
@@ -260,6 +270,8 @@ class OutriderWorker:
             self._flights.popleft()  # ended by its first token: no step will ask for it
         if plain.forward_mode.is_idle() or plain.is_prefill_only:
             result = self._run_target(plain, is_verify=False)
+            if not plain.forward_mode.is_idle():
+                self._prefill_draft(plain)
         else:
             self._penalties.renew(batch)
             if batch.sampling_info.penalizer_orchestrator.is_required:

@@ -1,0 +1,232 @@
+"""What reaches the scheduler by other ways than a prompt: compared with bare SGLang.
+
+One server has all of it, and two tokenizer workers.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sglang
+import support_matrix
+import torch
+import workload
+from safetensors.torch import load_file
+from server import proposed
+
+from outrider.hosts.sglang import hooks
+from outrider.hosts.sglang.host import host
+
+TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
+FLAGS = [
+    *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
+    *("--max-total-tokens", "4096", "--max-running-requests", "16"),
+    "--enable-deterministic-inference",
+]
+OURS = ["--speculative-algorithm", "OUTRIDER", "--tokenizer-worker-num", "2"]
+TEXTS = [f"{text} {text}" for text in workload.OPENINGS[:6]]
+
+
+@pytest.fixture(scope="module")
+def servers(launch, profile):
+    """Return bare SGLang, and SGLang with us and two tokenizer workers."""
+    content = profile(drafter="ngram", drafters={"ngram": {"min_n": 1}})
+    bare = launch("door-bare", TINY / "target", *FLAGS)
+    # uvicorn starts the workers, from an interpreter that SGLang was started with
+    ours = launch("door-ours", TINY / "target", *FLAGS, *OURS, plain=True, **content)
+    return bare.wait(), ours.wait()
+
+
+def body(text, **params):
+    params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, **params}
+    return {"text": text, "sampling_params": params}
+
+
+def test_each_tokenizer_worker_has_the_hooks(servers):
+    """Connections are new: two workers take them in turn, or as chance has it."""
+    bare, ours = servers
+    asked = [("/generate", body(text)) for text in TEXTS]
+    answers = ours.ask_all(asked * 4, 8)
+    assert [*map(workload.essence, answers)] == [*map(workload.essence, bare.ask_all(asked, 4))] * 4
+    # what our hook adds to SGLang's own fields
+    assert all("spec_accept_rate" in answer["meta_info"] for answer in answers)
+    assert sum(proposed(answer["meta_info"]) for answer in answers) > 0
+    explained = body(TEXTS[0], custom_params={"outrider": {"explain": True}})
+    for _ in range(8):
+        assert ours.ask("/generate", explained)["meta_info"]["outrider_steps"]
+        wrong = body(TEXTS[0], custom_params={"outrider": {"drafter": "nope"}})
+        refused = ours.post("/generate", wrong)
+        assert refused.status_code == 400
+        assert "'nope' is not among this server's drafters" in refused.text
+        assert ours.post("/generate", body(TEXTS[0], min_p=0.5)).status_code == 400
+
+
+@pytest.mark.parametrize("company", [1, 6])
+def test_no_new_tokens(company, servers):
+    """Requests that generate nothing. Beside others, bare's logprobs depend on who those are."""
+    silent, mixed = [], []
+    for text in TEXTS:
+        wish = body(text, max_new_tokens=0)
+        for start in (-1, 0, 3):
+            scored = {**wish, "return_logprob": True, "logprob_start_len": start}
+            silent.append(("/generate", {**scored, "top_logprobs_num": 2}))
+        mixed += [silent[-1], ("/generate", wish), ("/generate", body(text))]
+    for one, other in zip(*(server.ask_all(silent, company) for server in servers), strict=True):
+        assert workload.essence(one) == workload.essence(other)
+        assert workload.furthest(workload.logprobs(one), workload.logprobs(other)) == 0
+    for one, other in zip(*(server.ask_all(mixed, company) for server in servers), strict=True):
+        assert workload.essence(one) == workload.essence(other)
+
+
+REFUSED = {
+    "beam_width": (body(TEXTS[0], beam_width=2), "Beam search is not supported with speculative"),
+    "return_sampling_mask": (
+        {**body(TEXTS[0], top_k=1), "return_sampling_mask": True},
+        "return_sampling_mask is not supported with speculative",
+    ),
+}
+
+
+@pytest.mark.skipif(sglang.__version__ == "0.5.11", reason="SGLang 0.5.23 is the first with these")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_sglang_refuses_beside_any_speculation(what, servers):
+    asked, said = REFUSED[what]
+    answer = servers[1].post("/generate", asked)
+    assert (answer.status_code, said in answer.text) == (400, True), answer.text
+    assert f"`{what}`" in " ".join(support_matrix.REQUESTS)
+
+
+def test_acceptance_cannot_be_relaxed_later(servers):
+    wanted = {"server_args": {"speculative_accept_threshold_single": 0.3}}
+    answer = servers[1].post("/set_internal_state", wanted)
+    assert (answer.status_code, "OUTRIDER" in answer.text) == (400, True), answer.text
+    assert servers[1].post("/set_internal_state", {"server_args": {}}).ok
+
+
+def payload(factor):
+    """Return the weights of the last norm as SGLang's endpoint takes them."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    name = "model.norm.weight"
+    weight = load_file(TINY / "target" / "model.safetensors")[name].float() * factor
+    return [MultiprocessingSerializer.serialize([(name, weight)], output_str=True)]
+
+
+def update(server, path, wanted):
+    """Give the server new weights, in a session where SGLang asks for one."""
+    is_new = sglang.__version__ != "0.5.11"
+    for step, asked in (("/begin_weight_update", {}), (path, wanted), ("/end_weight_update", {})):
+        if step == path or is_new:
+            answer = server.ask(step, asked)
+            assert answer["success"], answer
+
+
+def test_new_weights(servers):
+    """Answers are those of the new weights: nothing is read from the cache of the old ones."""
+
+    def answers(server):
+        return [
+            workload.essence(one)
+            for one in server.ask_all([("/generate", body(text)) for text in TEXTS], 3)
+        ]
+
+    before, after, again = [], [], []
+    for server in servers:
+        before.append(answers(server))
+        update(server, "/update_weights_from_tensor", {"serialized_named_tensors": payload(-1.0)})
+        after.append(answers(server))
+        reloaded = {"model_path": str(TINY / "target")}
+        assert server.ask("/update_weights_from_disk", reloaded)["success"]
+        again.append(answers(server))
+        server.settle_down()
+    assert before[0] == before[1] == again[0] == again[1]
+    assert after[0] == after[1]
+    assert all(old != new for old, new in zip(before[0], after[0], strict=True))
+
+
+# -- what else the scheduler asks of our worker
+
+ELSEWHERE = {
+    "draft_runner_list": "--enable-multi-layer-eagle",
+    "dump_info_records": "DSPARK",
+    "set_dspark_forced_budget_frac": "DSPARK",
+    "clear_info_records": "DSPARK",
+    "get_confidence_budget_prepare": "DSPARK",
+    "block_accept_estimate_log_suffix": "DSPARK",
+}
+"""What it asks of SGLang's own algorithms alone."""
+
+
+WORKERS = {"draft_worker", "model_worker"}
+
+
+def of_worker(node, names):
+    """Say whether this is our worker, as the scheduler sees it. names: local ones for it"""
+    if isinstance(node, ast.BoolOp):
+        return any(of_worker(value, names) for value in node.values)
+    return getattr(node, "attr", None) in WORKERS or getattr(node, "id", None) in names
+
+
+def asked_of_workers():
+    """Return the attributes that SGLang's scheduler asks of our worker."""
+    found = set()
+    for file in Path(sglang.__file__).parent.glob("srt/managers/**/*.py"):
+        text = file.read_text()
+        tree = ast.parse(text) if "draft_worker" in text else ast.Module([], [])
+        for function in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
+            nodes, names = list(ast.walk(function)), set(WORKERS)
+            for node in nodes:
+                if isinstance(node, ast.Assign) and of_worker(node.value, names):
+                    names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            of_ours = [
+                n for n in nodes if isinstance(n, ast.Attribute) and of_worker(n.value, names)
+            ]
+            found |= {node.attr for node in of_ours}
+    return found
+
+
+def test_the_worker_has_what_the_scheduler_asks():
+    module = __import__(type(host()).__module__, fromlist=["_worker_class"])
+    worker = module._worker_class()
+    files = {Path(module.__file__), *(Path(inspect.getfile(base)) for base in worker.__mro__[1:-1])}
+    source = "".join(file.read_text() for file in files if "outrider" in file.parts)
+    asked = asked_of_workers() - ELSEWHERE.keys()
+    assert "clear_cache_pool" in asked
+    is_old = sglang.__version__ == "0.5.11"
+    assert ("update_weights_from_tensor" if is_old else "weight_update_runners") in asked
+    assert "forward_batch_generation" in asked
+    missing = {
+        name for name in asked if not hasattr(worker, name) and f"self.{name} = " not in source
+    }
+    # of the stand-in for a worker of a draft model
+    assert missing <= {"draft_runner"}
+
+
+@pytest.mark.parametrize("has_draft_model", [False, True])
+def test_a_model_is_saved_with_its_draft_model(has_draft_model, monkeypatch):
+    """SGLang's own code asks for a second address whenever there is a second worker."""
+    saved = []
+
+    def worker(name):
+        save = SimpleNamespace(save_remote_model=lambda url: saved.append((name, url)))
+        save.weight_exporter = save  # where 0.5.23 has it
+        return SimpleNamespace(model_runner=save)
+
+    ours = worker("wrong")
+    ours.draft_model_worker = worker("draft") if has_draft_model else None
+    scheduler = SimpleNamespace(tp_worker=worker("target"), draft_worker=ours)
+    (name,) = (name for name in host().hooks() if name.endswith("save_remote_model"))
+    from outrider.hosts.sglang.contract import _resolve
+
+    monkeypatch.setattr(hooks, "chosen_args", object)
+    save = _resolve(name)
+    original = getattr(save, "__wrapped__", save)
+    asked = {"url": "a", "draft_url": "b"} if has_draft_model else {"url": "a"}
+    hooks.save_remote_model(original, scheduler, asked)
+    assert saved == [("target", "a"), ("draft", "b")][: 1 + has_draft_model]
+    assert scheduler.draft_worker is ours
