@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
+import os
 import random
 import shutil
 import threading
@@ -117,6 +119,46 @@ def with_drafters(wishes, drafters=DRAFTERS):
     return chosen
 
 
+class KnownAnswers:
+    """The answers of a bare server: a request that any process of the tests has asked has its own.
+
+    It stands for the server, which starts when the first unknown request comes. The server must
+    answer a request alike whatever was asked beside it or before: SGLang's deterministic mode does.
+
+    start: returns the server
+    key: what names its answers: SGLang's version, the model, the flags
+    folder: where answers are kept
+    """
+
+    def __init__(self, start, key, folder):
+        self._start, self._key, self._folder, self._server = start, key, Path(folder), None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        if self._server:
+            self._server.stop()
+
+    def ask_all(self, wishes, concurrency):
+        """Return the answers, in order; ask for those that are not known."""
+        files = [self._file(wish) for wish in wishes]
+        new = {file: wish for file, wish in zip(files, wishes, strict=True) if not file.exists()}
+        if new:
+            self._server = self._server or self._start()
+            self._folder.mkdir(exist_ok=True)
+            found = self._server.ask_all([*new.values()], concurrency)
+            for file, answer in zip(new, found, strict=True):
+                made = file.with_suffix(f".{os.getpid()}")
+                made.write_text(json.dumps(answer))
+                made.replace(file)
+        return [json.loads(file.read_text()) for file in files]
+
+    def _file(self, wish):
+        said = json.dumps([self._key, *wish], sort_keys=True)
+        return self._folder / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
+
+
 def ask_bare(server, wishes):
     """Ask what bare SGLang survives: `token_ids_logprob` beside a request without it kills it."""
     alone = ["token_ids_logprob" in wish.body for wish in wishes]
@@ -138,9 +180,11 @@ def disturb(server, wishes, stop, seed):
 
 
 def ask_in_a_storm(server, wishes, concurrency):
-    stop = threading.Event()
+    """Ask amid two clients that hang up; one request at a time is asked alone."""
+    stop, clients = threading.Event(), 2 if concurrency > 1 else 0
     storms = [
-        threading.Thread(target=disturb, args=(server, wishes, stop, seed)) for seed in range(2)
+        threading.Thread(target=disturb, args=(server, wishes, stop, seed))
+        for seed in range(clients)
     ]
     for storm in storms:
         storm.start()

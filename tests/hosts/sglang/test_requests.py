@@ -9,7 +9,7 @@ import pytest
 import workload
 from server import accepted, histogram, proposed
 
-MODEL = "stories15m"
+MODEL = "stories260k"
 FLAGS = [
     *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
     *("--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics"),
@@ -33,7 +33,8 @@ def body(text, wishes=None, **params):
     return {"text": text, "sampling_params": params}
 
 
-TEXT = workload.OPENINGS[0]
+TEXT = f"{workload.OPENINGS[0]} {workload.OPENINGS[0]}"
+"""N-grams find drafts in what it repeats."""
 
 
 def test_a_request_can_opt_out(server):
