@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import threading
+from itertools import accumulate
 from pathlib import Path
 
 import workload
@@ -163,7 +164,7 @@ def ask_bare(server, wishes):
     """Ask what bare SGLang survives: `token_ids_logprob` beside a request without it kills it."""
     alone = ["token_ids_logprob" in wish.body for wish in wishes]
     answers = {}
-    for is_alone, concurrency in ((True, 1), (False, 8)):
+    for is_alone, concurrency in ((True, 1), (False, 16)):
         group = [i for i, wish in enumerate(wishes) if alone[i] == is_alone]
         found = server.ask_all([wishes[i].wish for i in group], concurrency)
         answers |= dict(zip(group, found, strict=True))
@@ -215,11 +216,11 @@ def check_traffic(server, retracts=True, drafters=()):
 
 
 def compare_greedy(bare, ours, wishes):
-    """Ask both servers for everything; half of it from ours amid clients that hang up."""
-    comparison, half = Comparison(), len(wishes) // 2
+    """Ask both servers for everything; most of it from ours amid clients that hang up."""
+    comparison, most = Comparison(), len(wishes) * 3 // 4
     expected = ask_bare(bare, wishes)
-    answers = ask_in_a_storm(ours, wishes[:half], 16)
-    answers += ours.ask_all([wish.wish for wish in wishes[half:]], 4)
+    answers = ask_in_a_storm(ours, wishes[:most], 16)
+    answers += ours.ask_all([wish.wish for wish in wishes[most:]], 4)
     comparison.compare(wishes, expected, answers)
     ours.settle_down()
     return comparison
@@ -236,7 +237,8 @@ def seeded_phases(model, count, max_new, processor):
 def compare_seeded(bare, ours, phases, concurrencies=(16,), drafters=DRAFTERS):
     """Ask bare SGLang phase by phase, and ours, of all drafters, for all of it at once.
 
-    concurrencies: the requests are shared among these, one after the other
+    concurrencies: the requests are shared among these, one after the other, so that each takes
+        about as long: a step costs nearly the same for one request and for sixteen
     """
     comparison = Comparison()
     expected = [ask_bare(bare, phase) for phase in phases]
@@ -244,8 +246,9 @@ def compare_seeded(bare, ours, phases, concurrencies=(16,), drafters=DRAFTERS):
     random.Random(5).shuffle(order)
     mixed = [phases[p][i] for p, i in order]
     asked, answers = with_drafters(mixed, drafters), []
-    for turn, concurrency in enumerate(concurrencies, start=1):
-        most = len(asked) * turn // len(concurrencies)
+    weights = [max(concurrency, max(concurrencies) / 4) for concurrency in concurrencies]
+    for concurrency, weight in zip(concurrencies, accumulate(weights), strict=True):
+        most = round(len(asked) * weight / sum(weights))
         answers += ask_in_a_storm(ours, asked[len(answers) : most], concurrency)
     comparison.compare(mixed, [expected[p][i] for p, i in order], answers)
     ours.settle_down()

@@ -58,7 +58,7 @@ def test_the_answers_are_those_of_bare_sglang(
     with bare, ours:
         for is_apt in (True, False):
             concurrencies = (1, 12, 12) if is_apt else (12,)
-            asked = phases(is_apt, 90 if page == 1 else 24)
+            asked = phases(is_apt, 60 if page == 1 else 24)
             found = parity.compare_seeded(bare, ours, asked, concurrencies, drafters)
             found.conclude(0.0)
             record_property("tokens compared", found.tokens)
