@@ -23,7 +23,11 @@ def _poisoned(make):
     return empty
 
 
-@pytest.fixture(params=[None, 1], ids=["in order", "shuffled"])
+IN_ORDER = pytest.param(None, marks=pytest.mark.slow)
+"""Selftest runs kernels in this order. Shuffled programs also find those that wait for others."""
+
+
+@pytest.fixture(params=[IN_ORDER, 1], ids=["in order", "shuffled"])
 def interpreted(request, monkeypatch):
     """Kernels run in the checked interpreter, over scratch that holds no accidental zeros."""
     for home, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,9 @@ sys.path.insert(0, str(HERE))
 if (HERE / "site") not in map(Path, sys.path):
     sys.path.append(str(HERE / "site"))
 
+
+LONGEST = ("test_parity.py", "test_heads.py", "test_parallel.py", "test_head_steps.py")
+"""These files begin: two processes then end at about the same time."""
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 collect_ignore_glob = [] if HAS_SGLANG else ["test_*.py"]
@@ -30,8 +34,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.sglang)
-    # the longest files first: two processes then end at about the same time
-    items.sort(key=lambda item: item.path.name not in ("test_parity.py", "test_parallel.py"))
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(scope="session")
@@ -69,6 +73,28 @@ def launch(logs, forks):
     yield start
     for server in started:
         server.stop()
+
+
+@pytest.fixture
+def deterministic(launch, tmp_path_factory):
+    """Return a function that returns bare SGLang in its deterministic mode, for `parity.ask_bare`.
+
+    Its answers are shared by all tests of a run, and by both processes that run them: it starts
+    only if it is asked for what no test has asked yet.
+    """
+    import parity
+    import sglang
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "deterministic"
+
+    def bare(name: str, model: Path, *flags: str, **environment: str) -> parity.KnownAnswers:
+        flags = (*parity.BARE, *parity.DETERMINISTIC, *flags)
+        key = [sglang.__version__, str(model), *flags]
+        start = lambda: launch(f"{name}-bare", model, *flags, **environment).wait()  # noqa: E731
+        return parity.KnownAnswers(start, key, folder)
+
+    return bare
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ SEEDS = 3
 
 AFTER_IMPORTS = re.compile(
     r"OUTRIDER_(CONFIG|PACED|RECORD|TEST_\w+)|SGLANG_(PLUGINS|CPU_OMP_THREADS_BIND)|PYTEST_\w+"
+    r"|OTEL_\w+"
 )
 """Variables that are read after the imports. Where others differ there is another fork server."""
 

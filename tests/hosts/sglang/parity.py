@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
+import os
 import random
 import shutil
 import threading
+from itertools import accumulate
 from pathlib import Path
 
 import workload
@@ -117,11 +120,51 @@ def with_drafters(wishes, drafters=DRAFTERS):
     return chosen
 
 
+class KnownAnswers:
+    """The answers of a bare server: a request that any process of the tests has asked has its own.
+
+    It stands for the server, which starts when the first unknown request comes. The server must
+    answer a request alike whatever was asked beside it or before: SGLang's deterministic mode does.
+
+    start: returns the server
+    key: what names its answers: SGLang's version, the model, the flags
+    folder: where answers are kept
+    """
+
+    def __init__(self, start, key, folder):
+        self._start, self._key, self._folder, self._server = start, key, Path(folder), None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        if self._server:
+            self._server.stop()
+
+    def ask_all(self, wishes, concurrency):
+        """Return the answers, in order; ask for those that are not known."""
+        files = [self._file(wish) for wish in wishes]
+        new = {file: wish for file, wish in zip(files, wishes, strict=True) if not file.exists()}
+        if new:
+            self._server = self._server or self._start()
+            self._folder.mkdir(exist_ok=True)
+            found = self._server.ask_all([*new.values()], concurrency)
+            for file, answer in zip(new, found, strict=True):
+                made = file.with_suffix(f".{os.getpid()}")
+                made.write_text(json.dumps(answer))
+                made.replace(file)
+        return [json.loads(file.read_text()) for file in files]
+
+    def _file(self, wish):
+        said = json.dumps([self._key, *wish], sort_keys=True)
+        return self._folder / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
+
+
 def ask_bare(server, wishes):
     """Ask what bare SGLang survives: `token_ids_logprob` beside a request without it kills it."""
     alone = ["token_ids_logprob" in wish.body for wish in wishes]
     answers = {}
-    for is_alone, concurrency in ((True, 1), (False, 8)):
+    for is_alone, concurrency in ((True, 1), (False, 16)):
         group = [i for i, wish in enumerate(wishes) if alone[i] == is_alone]
         found = server.ask_all([wishes[i].wish for i in group], concurrency)
         answers |= dict(zip(group, found, strict=True))
@@ -138,9 +181,11 @@ def disturb(server, wishes, stop, seed):
 
 
 def ask_in_a_storm(server, wishes, concurrency):
-    stop = threading.Event()
+    """Ask amid two clients that hang up; one request at a time is asked alone."""
+    stop, clients = threading.Event(), 2 if concurrency > 1 else 0
     storms = [
-        threading.Thread(target=disturb, args=(server, wishes, stop, seed)) for seed in range(2)
+        threading.Thread(target=disturb, args=(server, wishes, stop, seed))
+        for seed in range(clients)
     ]
     for storm in storms:
         storm.start()
@@ -171,11 +216,11 @@ def check_traffic(server, retracts=True, drafters=()):
 
 
 def compare_greedy(bare, ours, wishes):
-    """Ask both servers for everything; half of it from ours amid clients that hang up."""
-    comparison, half = Comparison(), len(wishes) // 2
+    """Ask both servers for everything; most of it from ours amid clients that hang up."""
+    comparison, most = Comparison(), len(wishes) * 3 // 4
     expected = ask_bare(bare, wishes)
-    answers = ask_in_a_storm(ours, wishes[:half], 16)
-    answers += ours.ask_all([wish.wish for wish in wishes[half:]], 4)
+    answers = ask_in_a_storm(ours, wishes[:most], 16)
+    answers += ours.ask_all([wish.wish for wish in wishes[most:]], 4)
     comparison.compare(wishes, expected, answers)
     ours.settle_down()
     return comparison
@@ -192,7 +237,8 @@ def seeded_phases(model, count, max_new, processor):
 def compare_seeded(bare, ours, phases, concurrencies=(16,), drafters=DRAFTERS):
     """Ask bare SGLang phase by phase, and ours, of all drafters, for all of it at once.
 
-    concurrencies: the requests are shared among these, one after the other
+    concurrencies: the requests are shared among these, one after the other, so that each takes
+        about as long: a step costs nearly the same for one request and for sixteen
     """
     comparison = Comparison()
     expected = [ask_bare(bare, phase) for phase in phases]
@@ -200,8 +246,9 @@ def compare_seeded(bare, ours, phases, concurrencies=(16,), drafters=DRAFTERS):
     random.Random(5).shuffle(order)
     mixed = [phases[p][i] for p, i in order]
     asked, answers = with_drafters(mixed, drafters), []
-    for turn, concurrency in enumerate(concurrencies, start=1):
-        most = len(asked) * turn // len(concurrencies)
+    weights = [max(concurrency, max(concurrencies) / 4) for concurrency in concurrencies]
+    for concurrency, weight in zip(concurrencies, accumulate(weights), strict=True):
+        most = round(len(asked) * weight / sum(weights))
         answers += ask_in_a_storm(ours, asked[len(answers) : most], concurrency)
     comparison.compare(mixed, [expected[p][i] for p, i in order], answers)
     ours.settle_down()

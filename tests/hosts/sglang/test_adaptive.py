@@ -19,7 +19,7 @@ FLAGS = [
 
 @pytest.fixture(scope="module")
 def server(launch, model_dir, noisy, tmp_path_factory):
-    model = model_dir("stories15m")
+    model = model_dir("stories260k")
     path = tmp_path_factory.mktemp("profile") / "profile.yaml"
     # whatever drafts cost on this machine, they are worth it here: they are to be verified
     options = "drafters: {adaptive: {margin: -0.9}}\n"

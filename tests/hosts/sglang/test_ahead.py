@@ -22,17 +22,19 @@ def drafts(tmp_path):
     process.stop()
 
 
-def test_the_answers_are_those_of_bare_sglang(launch, drafts, tmp_path, record_property):
+def test_the_answers_are_those_of_bare_sglang(
+    launch, deterministic, drafts, tmp_path, record_property
+):
     """Requests of every kind; the draft server is killed and stalled again and again."""
     drafters = {
         "ahead": {"socket": str(drafts.socket), "wait": 0.05},
         "adaptive": {"ahead": str(drafts.socket)},
     }
     environment = parity.profile(tmp_path, drafters, max_drafts=6)
-    bare = launch("ahead-bare", TARGET, *parity.BARE, *parity.DETERMINISTIC)
+    bare = deterministic("ahead", TARGET)
     ours = [*parity.TIGHT, *parity.OUTRIDER, *parity.DETERMINISTIC]
     ours = launch("ahead", TARGET, *ours, **environment)
-    phases = parity.seeded_phases("stories260k", 90, 32, no_repeat_processor())
+    phases = parity.seeded_phases("stories260k", 60, 32, no_repeat_processor())
     over = threading.Event()
     with bare, ours:
         trouble = threading.Thread(target=drafts.disturb, args=(over,))

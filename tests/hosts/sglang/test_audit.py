@@ -11,7 +11,7 @@ from outrider.audit.result import CHANGED, SAME, TIES, Settings
 from outrider.audit.run import audit
 from outrider.cli.main import app
 
-MODEL = "stories15m"
+MODEL = "stories260k"
 FLAGS = [
     *("--dtype", "bfloat16", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
     *("--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics"),
@@ -43,14 +43,14 @@ def planted(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(launch, model_dir, noisy, planted, profile):
     model = model_dir(MODEL)
-    draft = ["--speculative-draft-model-path", str(noisy(model, 0.3))]
+    draft = ["--speculative-draft-model-path", str(noisy(model, 0.2))]
     environment = {"OUTRIDER_TEST_RULE": str(planted), **profile(drafter="model")}
     return launch("audit", model, *FLAGS, *draft, **environment).wait()
 
 
-def found(server, samples=0):
+def found(server):
     names = f"{server.url}#max_drafts=0", server.url
-    settings = Settings(chat=False, max_tokens=48, samples=samples)
+    settings = Settings(chat=False, max_tokens=48, samples=0)
     return audit(names, PROMPTS, PROMPTS[:2], settings)
 
 
@@ -62,7 +62,7 @@ def test_the_true_rule(server, planted, tmp_path):
     done = CliRunner().invoke(
         app,
         ["audit", server.url, "--prompts", str(file), "--no-chat", "--max-tokens", "48",
-         "--samples", "60", "--out", str(tmp_path), "--json"],
+         "--samples", "30", "--out", str(tmp_path), "--json"],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
@@ -78,7 +78,7 @@ def test_the_true_rule(server, planted, tmp_path):
 
 def test_a_lenient_rule_is_wrong(server, planted):
     planted.write_text("lenient")
-    result = found(server, samples=60)
+    result = found(server)
     assert result.verdict == CHANGED
     assert result.count("wrong") >= 3
     assert max(one.margin for one in result.greedy.divergences.values()) > 1

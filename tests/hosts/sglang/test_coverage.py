@@ -25,8 +25,9 @@ TIGHT = [
 
 
 def environment_of(case):
-    """Return the environment of a server that reads no model files but those of this case."""
-    unused = {*unused_models().split(",")} - {*case.files}
+    """Return the environment of a server. All cases read the same model files: one fork server."""
+    needed = {file for each in tiny_models.CASES.values() for file in each.files}
+    unused = {*unused_models().split(",")} - needed
     # on CPU, SGLang 0.5.11 has no other way to allocate pages than its Triton kernels
     found = {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(unused)), "TRITON_INTERPRET": "1"}
     return {**found, "OUTRIDER_TEST_UNPINNED": "1"} if case.adapters else found

@@ -24,7 +24,7 @@ COUNT = 320
 
 @pytest.fixture(scope="module")
 def server(launch, model_dir, profile):
-    model = model_dir("stories15m")
+    model = model_dir("stories260k")
     draft = ["--speculative-draft-model-path", str(model)]
     return launch("distribution", model, *FLAGS, *draft, **profile(drafter="model")).wait()
 

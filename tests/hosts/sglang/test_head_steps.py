@@ -101,7 +101,9 @@ def test_twin_a_head_that_has_read_too_little_drafts_otherwise():
 
 
 @pytest.mark.parametrize("fault", ["", "head"])
-def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, fault, record_property):
+def test_the_answers_are_those_of_bare_sglang(
+    launch, deterministic, tmp_path, fault, record_property
+):
     """Requests of every kind, retraction, clients that hang up. After a fault the host drafts."""
     drafters = {
         "eagle3": {"depth": 4},
@@ -111,7 +113,7 @@ def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, fault, record_pr
     environment = parity.profile(tmp_path, drafters, max_drafts=5)
     environment["OUTRIDER_TEST_FAULT"] = fault
     mode = [*parity.DETERMINISTIC, "--speculative-draft-model-path", str(HEAD)]
-    bare = launch("head-steps-bare", TARGET, *parity.BARE, *parity.DETERMINISTIC)
+    bare = deterministic("head-steps", TARGET)
     ours = launch("head-steps", TARGET, *parity.TIGHT, *parity.OUTRIDER, *mode, **environment)
     with bare, ours:
         before = 0

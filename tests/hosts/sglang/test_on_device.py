@@ -42,7 +42,9 @@ if host().contract.VERSION != "0.5.11":  # whose pages on CPU take the Triton in
 
 
 @pytest.mark.parametrize(("page", "fault"), CASES)
-def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, page, fault, record_property):
+def test_the_answers_are_those_of_bare_sglang(
+    launch, deterministic, tmp_path, page, fault, record_property
+):
     """Requests of every kind, retraction, clients that hang up: first those that it drafts for.
 
     After a fault the host drafts, and the answers are the same.
@@ -50,13 +52,13 @@ def test_the_answers_are_those_of_bare_sglang(launch, tmp_path, page, fault, rec
     drafters = {"device": {}}
     environment = parity.profile(tmp_path, drafters, max_drafts=5)
     environment["OUTRIDER_TEST_FAULT"] = fault
-    bare = launch("device-bare", TARGET, *parity.BARE, *parity.DETERMINISTIC)
+    bare = deterministic("device", TARGET)
     ours = [*parity.TIGHT, *parity.OUTRIDER, *parity.DETERMINISTIC, "--page-size", str(page)]
     ours = launch(f"device-{page}", TARGET, *ours, **environment)
     with bare, ours:
         for is_apt in (True, False):
             concurrencies = (1, 12, 12) if is_apt else (12,)
-            asked = phases(is_apt, 90 if page == 1 else 24)
+            asked = phases(is_apt, 60 if page == 1 else 24)
             found = parity.compare_seeded(bare, ours, asked, concurrencies, drafters)
             found.conclude(0.0)
             record_property("tokens compared", found.tokens)

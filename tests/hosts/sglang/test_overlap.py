@@ -383,7 +383,7 @@ IN_TURN = ["--disable-overlap-schedule"]
 )
 def server(request, launch, model_dir, profile):
     flags, drafts = request.param, profile(drafter="ngram")
-    model = model_dir("stories15m")
+    model = model_dir("stories260k")
     return launch(f"overlap{len(flags)}", model, *TIGHT, *flags, **drafts).wait()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import parity
@@ -31,38 +32,49 @@ PARALLEL = {
 }
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
-def test_two_ranks(kind, launch, model_dir, noisy, tmp_path):
-    """Greedy and sampled, with each drafter: the answers of K = 0, no rank lost."""
-    model = model_dir("stories260k")
-    flags, environment = PARALLEL[kind]
-    environment = environment | parity.profile(tmp_path)
+@pytest.fixture(scope="module")
+def start(launch, model_dir, noisy, tmp_path_factory):
+    """Return a function that returns the server of a kind, with all drafters."""
+    model, folder = model_dir("stories260k"), tmp_path_factory.mktemp("profile")
     draft = ["--speculative-draft-model-path", str(noisy(model))]
-    with launch(kind, model, *FLAGS, *flags, *draft, **environment) as server:
-        texts = workload.OPENINGS * 2
 
-        def ask(**wishes):
-            params = {"temperature": 0, "max_new_tokens": 32, "repetition_penalty": 1.1}
-            params["custom_params"] = {"outrider": wishes}
-            bodies = [{"text": text, "sampling_params": params} for text in texts]
-            return server.ask_all([("/generate", body) for body in bodies], 6)
+    @functools.cache
+    def find(kind):
+        flags, environment = PARALLEL[kind]
+        environment = environment | parity.profile(folder)
+        return launch(kind, model, *FLAGS, *flags, *draft, **environment).wait()
 
-        plain = [a["output_ids"] for a in ask(max_drafts=0)]
-        for drafter in parity.DRAFTERS:
-            answers = ask(drafter=drafter)
-            assert [a["output_ids"] for a in answers] == plain
-            hits = sum(accepted(a["meta_info"]) for a in answers)
-            # suffix finds nothing to copy here, and adaptive may choose none
-            assert hits > 0 or drafter in ("adaptive", "suffix")
-        hot = [
-            ("/generate", {"text": text, "sampling_params": {"temperature": 1.0, "top_p": 0.9}})
-            for text in texts
-        ]
-        assert len(server.ask_all(hot, 6)) == len(texts)
-        if kind == "dp":
-            ranks = {a["meta_info"]["dp_rank"] for a in answers}
-            assert ranks == {0, 1}
-        server.settle_down()
+    return find
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_two_ranks(kind, start):
+    """Greedy and sampled, with each drafter: the answers of K = 0, no rank lost."""
+    server = start(kind)
+    texts = workload.OPENINGS * 2
+
+    def ask(**wishes):
+        params = {"temperature": 0, "max_new_tokens": 32, "repetition_penalty": 1.1}
+        params["custom_params"] = {"outrider": wishes}
+        bodies = [{"text": text, "sampling_params": params} for text in texts]
+        return server.ask_all([("/generate", body) for body in bodies], 6)
+
+    plain = [a["output_ids"] for a in ask(max_drafts=0)]
+    for drafter in parity.DRAFTERS:
+        answers = ask(drafter=drafter)
+        assert [a["output_ids"] for a in answers] == plain
+        hits = sum(accepted(a["meta_info"]) for a in answers)
+        # suffix finds nothing to copy here, and adaptive may choose none
+        assert hits > 0 or drafter in ("adaptive", "suffix")
+    hot = [
+        ("/generate", {"text": text, "sampling_params": {"temperature": 1.0, "top_p": 0.9}})
+        for text in texts
+    ]
+    assert len(server.ask_all(hot, 6)) == len(texts)
+    if kind == "dp":
+        ranks = {a["meta_info"]["dp_rank"] for a in answers}
+        assert ranks == {0, 1}
+    server.settle_down()
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +98,9 @@ def ask_greedy(server, **wishes):
 
 
 @pytest.fixture(scope="module")
-def plain(two_ranks):
+def plain(start):
     """What ranks that do not misbehave answer, without drafts."""
-    with two_ranks("tp-plain") as server:
-        return ask_greedy(server, max_drafts=0)[0]
+    return ask_greedy(start("tp"), max_drafts=0)[0]
 
 
 def test_rank_0_has_the_head(launch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import parity
 import pytest
+import sglang
 import workload
 from outrider_test_site import no_repeat_processor
 
@@ -34,12 +35,13 @@ SLOW = pytest.mark.slow
 def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, profile, record_property):
     """Bare SGLang as it comes, without our plugin, against OUTRIDER with n-grams.
 
-    Outrider's server starts as users start it.
+    Outrider's server starts as users start it; on 0.5.11, test_quickstart.py's does.
     """
     model = model_dir(name)
     bare = launch(f"{name}-stock", model, *parity.BARE, *parity.STOCK, SGLANG_PLUGINS="none")
     flags = [*parity.TIGHT, *parity.STOCK, *parity.OUTRIDER]
-    ours = launch(f"{name}-ngram", model, *flags, plain=True, **profile(drafter="ngram"))
+    plain = sglang.__version__ != "0.5.11"
+    ours = launch(f"{name}-ngram", model, *flags, plain=plain, **profile(drafter="ngram"))
     wishes = workload.make(workload.greedy(name), count, 1, max_new, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_greedy(bare, ours, wishes)
@@ -51,7 +53,8 @@ def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, profile
 @pytest.mark.parametrize(
     ("name", "count", "max_new"),
     [
-        ("stories260k", 150, 32),  # in deterministic mode a larger model takes minutes
+        ("stories260k", 96, 32),  # in deterministic mode a larger model takes minutes
+        pytest.param("stories260k", 300, 32, marks=SLOW),
         pytest.param("stories15m", 180, 32, marks=SLOW),
         pytest.param("smollm2-135m-instruct", 30, 20, marks=SLOW),
     ],
@@ -69,9 +72,9 @@ def test_seeded_as_deterministic_sglang(
     ours = launch(f"{name}-drafters", model, *flags, **environment)
     phases = parity.seeded_phases(name, count, max_new, no_repeat_processor())
     with bare, ours:
-        comparison = parity.compare_seeded(bare, ours, phases, (4, 16, 64))
+        comparison = parity.compare_seeded(bare, ours, phases, (4, 64))
         # on a busy machine the few requests of the larger model may not meet in the cache
         parity.check_traffic(
-            ours, retracts=count > 100, drafters=["model", "suffix", "ngram", "tiers"]
+            ours, retracts=count > 30, drafters=["model", "suffix", "ngram", "tiers"]
         )
     conclude(comparison, 0.0, record_property)

@@ -9,7 +9,7 @@ import pytest
 import workload
 from server import accepted, histogram, proposed
 
-MODEL = "stories15m"
+MODEL = "stories260k"
 FLAGS = [
     *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
     *("--max-total-tokens", "2048", "--max-running-requests", "8", "--enable-metrics"),
@@ -23,7 +23,9 @@ FLAGS = [
 def server(launch, model_dir, noisy, profile):
     model = model_dir(MODEL)
     draft = ["--speculative-draft-model-path", str(noisy(model))]
-    return launch("requests", model, *FLAGS, *draft, **profile(drafter="model")).wait()
+    drafters = {"ngram": {"min_n": 1}}  # they find something in every text
+    environment = profile(drafter="model", drafters=drafters)
+    return launch("requests", model, *FLAGS, *draft, **environment).wait()
 
 
 def body(text, wishes=None, **params):

@@ -7,6 +7,7 @@ comparison fails when invariance is switched off.
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -127,22 +128,33 @@ def test_enough_is_compared():
 
 
 DTYPES = ["float32", "bfloat16"]
+NAMED = [
+    *(("stories260k", *cell) for cell in [*MATRIX, JOINED]),
+    *(("stories15m", *cell) for cell in FEW),
+]
+# one type and one way to sample for each cell are enough for every day; all take six times as long
+DAILY = [
+    (*cell, DTYPES[(i + i // 9) % len(DTYPES)], [*SAMPLING][i % len(SAMPLING)])
+    for i, cell in enumerate(NAMED)
+]
 CELLS = [
-    # one of the two types for each cell is enough for every day; the other takes as long again
-    pytest.param(name, drafter, k, dtype, marks=[pytest.mark.slow] if (i + j) % 2 else [])
-    for i, (name, drafter, k) in enumerate(
-        [
-            *(("stories260k", *cell) for cell in [*MATRIX, JOINED]),
-            *(("stories15m", *cell) for cell in FEW),
-        ]
-    )
-    for j, dtype in enumerate(DTYPES)
+    pytest.param(*cell, marks=[] if cell in DAILY else [pytest.mark.slow])
+    for cell in ((*named, dtype, kind) for named in NAMED for dtype in DTYPES for kind in SAMPLING)
 ]
 
 
+def test_every_drafter_and_every_k_meets_both_types_and_all_ways_to_sample():
+    small = [cell for cell in DAILY if cell[0] == "stories260k"]
+    for drafter in {drafter for drafter, _ in MATRIX} - {"none"}:
+        assert {cell[3:] for cell in small if cell[1] == drafter} == {*product(DTYPES, SAMPLING)}
+    for k in range(1, 9):
+        mine = [cell for cell in small if cell[2] == k]
+        assert {cell[3] for cell in mine} == {*DTYPES}
+        assert {cell[4] for cell in mine} == {*SAMPLING}
+
+
 @pytest.mark.models
-@pytest.mark.parametrize("kind", SAMPLING)
-@pytest.mark.parametrize(("name", "drafter", "k", "dtype"), CELLS)
+@pytest.mark.parametrize(("name", "drafter", "k", "dtype", "kind"), CELLS)
 def test_same_tokens(case, record, name, drafter, k, dtype, kind):
     for chosen in batches(drafter, k):
         assert compare(case, name, dtype, drafter, k, chosen, kind, record) == 0

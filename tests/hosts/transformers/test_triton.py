@@ -51,7 +51,10 @@ def test_the_proof_of_invariance_runs_on_the_kernels(triton):
     Runner(make("Llama"), "bitwise")
 
 
-@pytest.mark.parametrize("drafter", [RandomDrafter, RaggedDrafter])
+# nothing, a little or all that it may; the other one always drafts all
+@pytest.mark.parametrize(
+    "drafter", [pytest.param(RandomDrafter, marks=pytest.mark.slow), RaggedDrafter]
+)
 def test_the_tokens_of_plain_decoding(drafter, triton):
     target, prompts = make("Llama"), [IDS[:9], IDS[9:12]]
     wanted = [
