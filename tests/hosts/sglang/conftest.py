@@ -112,12 +112,13 @@ def noisy(tmp_path_factory):
 def profile(tmp_path_factory):
     """Return a function that writes a profile and returns the environment that names it.
 
-    Tests that count drafts name a fixed drafter: the default may find that none pay here.
+    Tests that count drafts name a fixed drafter: the default may find that none pay here. Servers
+    check each KV slot that they read, unless `sanitize` says otherwise.
     """
 
     def write(**content) -> dict[str, str]:
         path = tmp_path_factory.mktemp("profile") / "profile.yaml"
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps({"sanitize": True} | content))
         return {"OUTRIDER_CONFIG": str(path)}
 
     return write

@@ -120,8 +120,11 @@ def _free(batch: Any) -> int:
 
 
 def _ends(reqs: Sequence[Any], page_size: int, width: int) -> Ints:
-    """Return how long the requests' texts may become, in whole pages."""
-    texts = [len(req.origin_input_ids) + req.sampling_params.max_new_tokens for req in reqs]
+    """Return how long the requests' texts may become, in whole pages.
+
+    SGLang emits a token for a request that asks for none, as it does to cache a prompt.
+    """
+    texts = [len(r.origin_input_ids) + max(1, r.sampling_params.max_new_tokens) for r in reqs]
     return np.minimum(whole_pages(np.array(texts), page_size), width)
 
 

@@ -7,8 +7,8 @@ slots that it writes (`shadow`). Before that it is checked that
   table has for its position;
 * what enters the prefix cache is the text of its key;
 * a slot is given out only when it is free, and freed only when it is not;
-* a draft model or a head reads its request's text, too. A prefix that comes from another request
-  may lack what it keeps, and is not checked: its drafts are poor then, and nothing else.
+* a draft model or a head reads its request's text, too. Where it has read nothing, or where the
+  text comes from another request, its drafts are poor, and nothing else: that is not checked.
 
 The first violation stops the server and says who wrote the slot and who reads it. SGLang without
 speculation can be checked too: it is the control. A pass waits for the device, so figures of speed
@@ -208,9 +208,8 @@ class Sanitizer:
         reader = f"a row of request {text.req.rid} at position {first} in pass {self._num_passes}"
         known, before = text.hashes(), line[start:first]
         is_draft, most = shadow.what != TARGET, max(0, len(known) - start)
-        # what a prefix lacks of a draft model's cache makes poor drafts, and nothing else
-        is_inherited = partial(self._is_inherited, text.req.rid) if is_draft else None
-        shadow.read(before[:most], known[start:first], reader, start, is_inherited)
+        is_fine = partial(self._is_gap, shadow, text.req.rid) if is_draft else None
+        shadow.read(before[:most], known[start:first], reader, start, is_fine)
         if len(before) > most:
             # the scheduler learns of these tokens later: for now it must be who wrote them
             shadow.read_own(before[most:], text.req.rid, reader, start + most)
@@ -235,9 +234,13 @@ class Sanitizer:
         writes = [Write(text.req.rid, p, self._num_passes) for p in rows.positions.tolist()]
         shadow.write(rows.slots, made, writes)
 
-    def _is_inherited(self, request: str, slot: int) -> bool:
-        """Say whether a slot came to a request from the prefix cache: others wrote it."""
-        return not self._shadow(TARGET).is_written_by(slot, request)
+    def _is_gap(self, shadow: Shadow, request: str, slot: int) -> bool:
+        """Say whether a slot may lack what a draft model keeps: its drafts are poor then, no more.
+
+        It was not read, or it came to the request from the prefix cache: others wrote it.
+        """
+        is_inherited = not self._shadow(TARGET).is_written_by(slot, request)
+        return is_inherited or not shadow.is_written(slot)
 
     @staticmethod
     def _names_of(rows: Rows, base: np.uint64) -> Hashes:

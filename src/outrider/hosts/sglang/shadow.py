@@ -129,6 +129,10 @@ class Shadow:
                 is_wrong[place] = not is_fine(int(slots[place]))
         self._refuse(slots, is_wrong, reader, start)
 
+    def is_written(self, slot: int) -> bool:
+        """Say whether a slot was written since it was taken."""
+        return bool(self._names[slot] > UNWRITTEN)
+
     def is_written_by(self, slot: int, request: str) -> bool:
         """Say whether this request wrote this slot last."""
         return self._writes[slot].request == request

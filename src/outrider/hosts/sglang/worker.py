@@ -268,10 +268,8 @@ class OutriderWorker:
             if not all(req.finished() for req in first.reqs):
                 break
             self._flights.popleft()  # ended by its first token: no step will ask for it
-        if plain.forward_mode.is_idle() or plain.is_prefill_only:
+        if plain.forward_mode.is_idle():
             result = self._run_target(plain, is_verify=False)
-            if not plain.forward_mode.is_idle():
-                self._prefill_draft(plain)
         else:
             self._penalties.renew(batch)
             if batch.sampling_info.penalizer_orchestrator.is_required:
@@ -285,14 +283,18 @@ class OutriderWorker:
         return result
 
     def _run_prefill(self, plain: Any) -> GenerationBatchResult:
-        """Read prompts, and sample the first token of each."""
-        result = self._run_target(plain)
-        last = plain.seq_lens - 1
-        groups = kind_groups(
-            [sampling_kind(req.sampling_params) for req in plain.reqs], last.device
-        )
-        sampled = sample(self.model_runner, result.logits_output, plain, last, groups)
-        result.next_token_ids = self._ranks.of_rank_0(sampled)
+        """Read prompts, and sample the first token of each.
+
+        If no request of the batch may emit a token, SGLang appends token 0, and a step that is
+        launched before the scheduler has seen their end takes it for their last.
+        """
+        result = self._run_target(plain, is_verify=not plain.is_prefill_only)
+        if not plain.is_prefill_only:
+            last = plain.seq_lens - 1
+            kinds = [sampling_kind(req.sampling_params) for req in plain.reqs]
+            groups = kind_groups(kinds, last.device)
+            sampled = sample(self.model_runner, result.logits_output, plain, last, groups)
+            result.next_token_ids = self._ranks.of_rank_0(sampled)
         self._prefill_draft(plain)
         self._meanwhile()
         return result
