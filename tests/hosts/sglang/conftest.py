@@ -16,7 +16,10 @@ if (HERE / "site") not in map(Path, sys.path):
     sys.path.append(str(HERE / "site"))
 
 
-LONGEST = ("test_parity.py", "test_heads.py", "test_parallel.py", "test_head_steps.py")
+LONGEST = [
+    *("test_selftest_server.py", "test_parity.py", "test_parallel.py", "test_soak.py"),
+    *("test_heads.py", "test_faults.py", "test_coverage.py", "test_quickstart.py"),
+]
 """These files begin: two processes then end at about the same time."""
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
