@@ -93,7 +93,7 @@ def deterministic(launch, tmp_path_factory):
 
     def bare(name: str, model: Path, *flags: str, **environment: str) -> parity.KnownAnswers:
         flags = (*parity.BARE, *parity.DETERMINISTIC, *flags)
-        key = [sglang.__version__, str(model), *flags]
+        key = [sglang.__version__, str(model), *flags, environment]
         start = lambda: launch(f"{name}-bare", model, *flags, **environment).wait()  # noqa: E731
         return parity.KnownAnswers(start, key, folder)
 
