@@ -16,7 +16,10 @@ if (HERE / "site") not in map(Path, sys.path):
     sys.path.append(str(HERE / "site"))
 
 
-LONGEST = ("test_parity.py", "test_heads.py", "test_parallel.py", "test_head_steps.py")
+LONGEST = [
+    *("test_selftest_server.py", "test_parity.py", "test_parallel.py", "test_soak.py"),
+    *("test_heads.py", "test_faults.py", "test_coverage.py", "test_quickstart.py"),
+]
 """These files begin: two processes then end at about the same time."""
 
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
@@ -90,7 +93,7 @@ def deterministic(launch, tmp_path_factory):
 
     def bare(name: str, model: Path, *flags: str, **environment: str) -> parity.KnownAnswers:
         flags = (*parity.BARE, *parity.DETERMINISTIC, *flags)
-        key = [sglang.__version__, str(model), *flags]
+        key = [sglang.__version__, str(model), *flags, environment]
         start = lambda: launch(f"{name}-bare", model, *flags, **environment).wait()  # noqa: E731
         return parity.KnownAnswers(start, key, folder)
 

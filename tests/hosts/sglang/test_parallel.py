@@ -51,7 +51,7 @@ def start(launch, model_dir, noisy, tmp_path_factory):
 def test_two_ranks(kind, start):
     """Greedy and sampled, with each drafter: the answers of K = 0, no rank lost."""
     server = start(kind)
-    texts = workload.OPENINGS * 2
+    texts = workload.OPENINGS
 
     def ask(**wishes):
         params = {"temperature": 0, "max_new_tokens": 32, "repetition_penalty": 1.1}
