@@ -219,7 +219,10 @@ def _run(
     try:
         while active:
             prompts_read = bool(active[0].output)
-            room = [min(max_drafts, r.remaining - 1) if prompts_read else 0 for r in active]
+            room = [
+                min(max_drafts, r.remaining - 1, host.room(r)) if prompts_read else 0
+                for r in active
+            ]
             budget = Budget(np.array(room), rule, coins)
             done = step(host, drafter, active, budget)
             host.commit(done.outcomes)

@@ -42,7 +42,7 @@ def make_requests(
     ]
     for request in requests:
         _check_ids(request, runner.vocab_size)
-        _check_length(request, runner.max_length)
+        _check_length(request, runner)
     return requests
 
 
@@ -121,13 +121,17 @@ def _check_ids(request: Request, vocab_size: int) -> None:
         raise ValueError(f"logprobs={sampling.logprobs} of a vocabulary of {vocab_size} tokens")
 
 
-def _check_length(request: Request, max_length: int) -> None:
-    prompt, most = request.length, request.sampling.max_tokens
-    if prompt + most > max_length:
+def _check_length(request: Request, runner: Runner) -> None:
+    prompt, most, longest = request.length, request.sampling.max_tokens, runner.max_length
+    why = ""
+    if runner.rope_limit is not None and runner.rope_limit < longest:
+        longest = runner.rope_limit
+        why = ", beyond which its rotary factors change with each position"
+    if prompt + most > longest:
         raise Unsupported(
             f"prompt {request.id} of {prompt} tokens and max_tokens={most}, for a model of "
-            f"{max_length} positions",
-            fix=f"lower max_tokens to {max_length - prompt} or less"
-            if prompt < max_length
-            else f"shorten the prompt to fewer than {max_length} tokens",
+            f"{longest} positions{why}",
+            fix=f"lower max_tokens to {longest - prompt} or less"
+            if prompt < longest
+            else f"shorten the prompt to fewer than {longest} tokens",
         )
