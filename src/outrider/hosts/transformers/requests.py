@@ -123,10 +123,8 @@ def _check_ids(request: Request, vocab_size: int) -> None:
 
 def _check_length(request: Request, runner: Runner) -> None:
     prompt, most, longest = request.length, request.sampling.max_tokens, runner.max_length
-    why = ""
-    if runner.rope_limit is not None and runner.rope_limit < longest:
-        longest = runner.rope_limit
-        why = ", beyond which its rotary factors change with each position"
+    changes = ", beyond which its rotary factors change with each position"
+    why = changes if longest == runner.rope_limit else ""
     if prompt + most > longest:
         raise Unsupported(
             f"prompt {request.id} of {prompt} tokens and max_tokens={most}, for a model of "

@@ -61,6 +61,7 @@ class Runner:
         self.num_layers: int = config.num_hidden_layers
         # lengths at which plain decoding changes its rotary factors: see `rope`
         self.rope_limit = serve_each_request(self._view, self.max_length)
+        self.max_length = min(self.max_length, self.rope_limit or self.max_length)
         self.row_limits = row_limits(self._view)
         drops = bool(self.row_limits) and drops_its_cache(model)
         self.recompute_limit = self.row_limits[0] if drops else None
