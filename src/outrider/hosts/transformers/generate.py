@@ -39,6 +39,7 @@ from outrider.hosts.transformers.host import TransformersHost
 from outrider.hosts.transformers.requests import Prompts, SamplingLike, make_requests
 from outrider.hosts.transformers.runner import Runner
 from outrider.hosts.transformers.tokenizers import check_same_tokenizer
+from outrider.hosts.transformers.view import unwrapped
 from outrider.kernels.sample_match import DeviceCoins
 
 DrafterLike: TypeAlias = "Drafter | PreTrainedModel | HeadFile | str | None"
@@ -190,6 +191,7 @@ def stream(
             f"exactness='bitwise' with rule={rule!r}, whose tokens depend on the drafts",
             fix="use rule='match'",
         )
+    model = unwrapped(model)
     host = TransformersHost(model, exactness)
     requests = make_requests(host.runner, input_ids, sampling, tokenizer)
     found = _drafter(drafter, model, host.runner, tokenizer, draft_tokenizer)
@@ -267,6 +269,7 @@ def _drafter(
     tokenizer: Any,
     draft_tokenizer: Any,
 ) -> Drafter:
+    given = unwrapped(given)
     if given is None:
         return NoDrafter()
     if given == AdaptiveDrafter.name:
@@ -311,7 +314,9 @@ def adaptive(
     trace: a file to which each step is appended, as a line of JSON
     ahead: the socket of a draft server: see docs/ahead.md
     """
-    drafts = [] if draft is None else draft if isinstance(draft, (list, tuple)) else [draft]
+    model = unwrapped(model)
+    listed = [] if draft is None else draft if isinstance(draft, (list, tuple)) else [draft]
+    drafts = [unwrapped(one) for one in listed]
     passing, names = list[ModelDrafter[Any]](), Counter[str]()
     for one in drafts:
         if isinstance(one, PreTrainedModel) and one is not model:

@@ -49,8 +49,14 @@ def check_forward(runner: Runner) -> None:
     passed = _PASSED.setdefault(model, set())
     if key in passed:
         return
-    _check_masks(runner)
-    _check_values(runner)
+    try:
+        _check_masks(runner)
+        _check_values(runner)
+    except Unsupported:
+        raise
+    except Exception as error:  # of any model's code
+        what = f"{type(model).__name__}, whose forward fails with several texts in a row"
+        raise Unsupported(f"{what} ({error!r:.200})", fix="use another model") from error
     passed.add(key)
 
 
@@ -239,7 +245,10 @@ def _plain(runner: Runner, text: list[int]) -> _Found:
         raise Unsupported(what, fix="check the model: call generate without Outrider") from error
     logits = torch.cat(list(out.logits))
     steps = out.hidden_states
-    if not steps or any(not step or any(state is None for state in step) for step in steps):
+    # some models give none, or states of another form
+    if not steps or not all(
+        step and all(state is not None and state.dim() == 3 for state in step) for step in steps
+    ):
         return _Found(logits, None)
     hidden = torch.cat([torch.stack([state[0] for state in step], 1) for step in steps])
     complete = hidden.shape[1] == runner.num_layers + 1 and len(hidden) == len(text)
