@@ -7,8 +7,8 @@
 Each class is built as tiny random models: with a window of 8 tokens, without, and with longrope.
 The tokens of a batch of prompts of different lengths are compared with those of the model's own
 greedy `generate`, one prompt at a time: without drafts, with n-grams, with the model as its own
-draft; at both levels of exactness. A class is *equal*, *refused*, *not buildable* as a tiny model, or
-DIFFERENT, which fails the run.
+draft; at both levels of exactness. A class is *equal*, *refused*, *not buildable* as a tiny model,
+or DIFFERENT, which fails the run.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.control import AdaptiveDrafter, adaptive_drafter
@@ -30,6 +31,7 @@ from outrider.drafters import (
     GuardedDrafter,
     ModelDrafter,
     NoDrafter,
+    OwnRequests,
     make_drafter,
 )
 from outrider.errors import check_choice
@@ -64,11 +66,13 @@ class StepEvent:
     indices: which of the inputs each outcome belongs to
     outcomes: [B] what each request emitted
     proposal: what had been drafted
+    logits: [N, V] the model's, one row for each request and each draft
     """
 
     indices: tuple[int, ...]
     outcomes: Sequence[Outcome]
     proposal: Proposal[Any]
+    logits: Tensor = field(repr=False)
 
 
 @dataclass
@@ -218,6 +222,7 @@ def _run(
     """Decode until every request has ended. The first step reads the prompts."""
     coins = DeviceCoins()
     active = list(requests)
+    own = OwnRequests(drafter)
     try:
         while active:
             prompts_read = bool(active[0].output)
@@ -226,25 +231,25 @@ def _run(
                 for r in active
             ]
             budget = Budget(np.array(room), rule, coins)
-            done = step(host, drafter, active, budget)
+            done = step(host, own, active, budget)
             host.commit(done.outcomes)
             if prompts_read:
                 result.stats.record(done.outcomes, done.proposal)
             else:
-                drafter.start(active)
-            drafter.observe(host.with_hidden(done.outcomes))
+                own.start(active)
+            own.observe(host.with_hidden(done.outcomes))
             _record_logprobs(done, result)
             for outcome in done.outcomes:
                 outcome.apply()
                 result.finish_reasons[outcome.request.id] = outcome.finish_reason
-            yield StepEvent(tuple(r.id for r in active), done.outcomes, done.proposal)
+            yield StepEvent(tuple(r.id for r in active), done.outcomes, done.proposal, done.logits)
             ended = [r for r in active if r.finish_reason]
             active = [r for r in active if not r.finish_reason]
             host.release(ended)
-            drafter.stop(ended)
+            own.stop(ended)
     finally:
         host.release(active)
-        drafter.stop(active)
+        own.stop(active)
         drafter.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -14,6 +15,9 @@ from outrider.core import Request, SamplingParams, Unsupported
 from outrider.hosts.transformers.runner import Runner
 
 Prompts: TypeAlias = "Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]"
+LARGEST = 1e30
+"""Parameters of this size leave room in 32 bits for what they are multiplied with."""
+
 SamplingLike: TypeAlias = "SamplingParams | Mapping[str, Any] | None"
 
 
@@ -42,6 +46,7 @@ def make_requests(
     ]
     for request in requests:
         _check_ids(request, runner.vocab_size)
+        _check_values(request.sampling)
         _check_length(request, runner)
     return requests
 
@@ -102,6 +107,24 @@ def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
     config = model.generation_config
     ends = config.eos_token_id if config is not None else model.config.eos_token_id
     return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _check_values(sampling: SamplingParams) -> None:
+    """Refuse what would make every logit infinite, or the same, in 32 bits."""
+    least, most = 1 / LARGEST, LARGEST
+    allowed = {
+        "temperature": sampling.temperature == 0 or least <= sampling.temperature <= most,
+        "repetition_penalty": least <= sampling.repetition_penalty <= most,
+        "frequency_penalty": abs(sampling.frequency_penalty) <= most,
+        "presence_penalty": abs(sampling.presence_penalty) <= most,
+        "logit_bias": all(abs(b) <= most or b == -math.inf for b in sampling.logit_bias.values()),
+    }
+    for name, holds in allowed.items():
+        if not holds:
+            raise ValueError(
+                f"{name}={getattr(sampling, name)!r:.80} is beyond what 32 bits can hold: choose "
+                f"a size between {least:.0e} and {most:.0e}"
+            )
 
 
 def _check_ids(request: Request, vocab_size: int) -> None:

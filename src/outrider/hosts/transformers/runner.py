@@ -50,7 +50,7 @@ class Runner:
         exactness = current_name(exactness)
         check_choice("exactness", exactness, get_args(Exactness))
         model = unwrapped(model)
-        _check_model(model)
+        check_model(model)
         self.model: PreTrainedModel = model
         self._view = model_view(model, NAME)
         self.exactness = exactness
@@ -197,7 +197,8 @@ class Runner:
             )
 
 
-def _check_model(model: PreTrainedModel) -> None:
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a model whose layers are not all attention of a decoder, by its configuration."""
     if not hasattr(model, "config"):
         raise TypeError(
             f"model is of type {type(model).__name__}: "
