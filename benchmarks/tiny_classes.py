@@ -68,6 +68,8 @@ MORE: dict[str, dict[str, Any]] = {
     "Bamba": {"attn_layer_indices": [0, 1, 2, 3]},
     **{name: {"pad_token_id": 0} for name in ("Emu3", "ModernBertDecoder")},
 }
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+_ADDED = ("layer_types", "n_shared_experts", "attn_layer_indices")
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -82,21 +84,23 @@ def classes() -> Iterator[tuple[type[PretrainedConfig], type[PreTrainedModel]]]:
         for kind in found if isinstance(found, tuple) else (found,):
             if kind not in seen:
                 seen.add(kind)
-                yield config, kind
+                # the mapping may name the configuration of a larger model that the class is in
+                yield kind.config_class or config, kind
 
 
 def variants(config: type[PretrainedConfig]) -> dict[str, dict[str, Any]]:
     """Return what is changed in a class's configuration, by name."""
     fields = config().get_text_config(decoder=True)
+    known = fields.to_dict()
     found: dict[str, dict[str, Any]] = {"usual": {}}
-    if hasattr(fields, "sliding_window"):
+    if "sliding_window" in known:
         found = {"window": {"sliding_window": 8}, "no window": {"sliding_window": None}}
-        if hasattr(fields, "use_sliding_window"):
+        if "use_sliding_window" in known:
             found["window"] |= {"use_sliding_window": True, "max_window_layers": 2}
-    rope = getattr(fields, "rope_parameters", None)
+    rope = known.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
         found["longrope"] = {"rope_parameters": _LONGROPE}
-        if hasattr(fields, "original_max_position_embeddings"):
+        if "original_max_position_embeddings" in known:
             found["longrope"] |= {"original_max_position_embeddings": 32}
     return found
 
@@ -126,16 +130,32 @@ def _configuration(config: type[PretrainedConfig], change: dict[str, Any]) -> Pr
     """Return a configuration, and that of its text within, with SIZES and the change."""
     usual = config()
     text = usual.get_text_config(decoder=True)
-    if text is usual:
+    names = [name for name in ("text_config", "decoder") if getattr(usual, name, None) is text]
+    if names:
+        inner = _fields(text, {"pad_token_id": 0, **change}) | {"model_type": text.model_type}
+        return config(**{names[0]: inner}, **_vision(usual))
+    try:
         return config(**_fields(usual, change))
-    names = [name for name in ("text_config", "decoder") if hasattr(usual, name)]
-    inner = {names[0]: _fields(text, change) | {"model_type": text.model_type}} if names else {}
-    return config(**inner)
+    except Exception:  # some want these to be numbers
+        return config(**_fields(usual, {"pad_token_id": 0, **_ENDS, **change}))
+
+
+def _vision(usual: PretrainedConfig) -> dict[str, Any]:
+    """Return the smallest image part; texts of the comparison have no images."""
+    part = getattr(usual, "vision_config", None)
+    if not isinstance(part, PretrainedConfig):
+        return {}
+    known = part.to_dict()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1}
+    sizes |= {"num_attention_heads": 2, "num_heads": 2, "out_hidden_size": 32}
+    found = {name: size for name, size in sizes.items() if name in known}
+    return {"vision_config": found | {"model_type": part.model_type}}
 
 
 def _fields(usual: PretrainedConfig, change: dict[str, Any]) -> dict[str, Any]:
-    found = {name: size for name, size in SIZES.items() if hasattr(usual, name)}
-    found |= {name: value for name, value in change.items() if hasattr(usual, name)}
+    known = usual.to_dict()
+    found = {name: size for name, size in SIZES.items() if name in known}
+    found |= {name: value for name, value in change.items() if name in known or name in _ADDED}
     if (rope := found.get("rope_parameters")) is not None:
         width = found.get("qk_rope_head_dim") or found.get("head_dim") or 8
         share = (getattr(usual, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)

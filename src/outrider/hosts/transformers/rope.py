@@ -32,6 +32,10 @@ class RequestRope(nn.Module):
         super().__init__()
         self.inner, self.limits = inner, limits
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what models read from their rotary embedding."""
+        return getattr(self._modules["inner"], name) if name != "inner" else self._modules[name]
+
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the inner module does, row by row."""
         limit = self.limits.get(args[0] if args else kwargs.get("layer_type"))
