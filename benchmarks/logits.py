@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
 from outrider.hosts.transformers import Runner
-from outrider.hosts.transformers.runner import Segment
+from outrider.hosts.transformers.passes import Segment
 
 TEXT = (
     "The outrider came to the bridge at noon. He asked the toll-keeper whether the road beyond it "

@@ -53,6 +53,13 @@ def reading(what: str, *, fix: str) -> Iterator[None]:
         raise Unsupported(f"{what} cannot be read ({error!r:.200})", fix=fix) from error
 
 
+class NoToken(OutriderError, RuntimeError):
+    """No token can follow: the logits are NaN, or a grammar or a bias rules every token out.
+
+    Plain decoding raises a RuntimeError there, or emits a token that was ruled out.
+    """
+
+
 class DraftFault(OutriderError):
     """A proposal that cannot be used. It costs speed only: the request goes on with K = 0."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -181,3 +184,17 @@ def test_serve_with_a_profile_that_cannot_be_read(monkeypatch, tmp_path, content
     found = outrider("serve", "--profile", profile, "--model-path", "m")
     assert found.exit_code == Exit.USAGE
     assert str(profile) in found.stderr
+
+
+def test_ctrl_c_while_it_is_loaded(tmp_path):
+    """Ctrl-C in the first second ends the process without a traceback, while modules are loaded."""
+    # a module that is loaded first, and takes its time
+    (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    found = subprocess.run(
+        [sys.executable, "-m", "outrider", "--version"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path('src').resolve()}"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == -signal.SIGINT
+    assert found.stderr == found.stdout == ""

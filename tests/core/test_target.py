@@ -25,6 +25,7 @@ from outrider.core import (
     target_distribution,
     transformed,
 )
+from outrider.errors import NoToken
 
 V = 11
 
@@ -241,3 +242,39 @@ def test_one_position_further_the_coins_are_the_next():
     assert found.draw(KeyedCoins()).equal(expected.draw(KeyedCoins()))
     assert found.positions.equal(expected.positions)
     assert found.logits.equal(expected.logits)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([0.0, math.nan, 1.0], "NaN"),
+        ([-math.inf] * 3, "all are ruled out"),
+        ([-math.inf, 1.0, 0.0], None),
+    ],
+)
+def test_rows_without_a_token(temperature, values, said):
+    """NaN, or nothing left, raises where a token is to be emitted, and nowhere else."""
+    request = Request(0, (1,), SamplingParams(temperature=temperature), 0)
+    rows = Rows([request], [0, 0], [0, 1], lambda: [(), (1,)])
+    p = target_distribution(torch.tensor([[0.0, 1.0, 2.0], values]), rows)
+    p.check([0])
+    if said is None:
+        p.check([0, 1])
+    else:
+        with pytest.raises(NoToken, match=said):
+            p.check([0, 1])
+
+
+def test_an_infinite_logit():
+    """It is the largest for a greedy request; no distribution has it."""
+    for temperature, fails in ((0.0, False), (1.0, True)):
+        request = Request(0, (1,), SamplingParams(temperature=temperature), 0)
+        p = target_distribution(
+            torch.tensor([[0.0, math.inf]]), Rows([request], [0], [0], lambda: [()])
+        )
+        if fails:
+            with pytest.raises(NoToken, match="infinity"):
+                p.check([0])
+        else:
+            p.check([0])

@@ -125,4 +125,7 @@ def step(host: Host, drafter: Drafter, requests: Sequence[Request], budget: Budg
     proposal = proposal.to(logits.device)
     p = target_distribution(logits, Rows.of(requests, proposal))
     verdict = verify(budget.rule, p, proposal, budget.coins)
-    return Step(proposal, logits, verdict, settle(requests, proposal, verdict))
+    outcomes = settle(requests, proposal, verdict)
+    roots = np.repeat(proposal.root_rows, outcomes.num_tokens)
+    p.check((roots + outcomes.rows).tolist())
+    return Step(proposal, logits, verdict, outcomes)

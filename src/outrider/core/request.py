@@ -77,6 +77,8 @@ class Request:
             return FinishReason.STOP
         if last in self.eos_token_ids and not sampling.ignore_eos:
             return FinishReason.STOP
+        if sampling.ends is not None and sampling.ends([*self.output, *tokens]):
+            return FinishReason.STOP
         if self.detokenize is not None and (stops := sampling.stop_strings):
             # A token is at least one byte of text; the margin keeps a decoder that treats the
             # start of a text differently away from the string.

@@ -19,6 +19,16 @@ taken.
 """
 
 
+Process = Callable[[Sequence[int], Tensor], Tensor]
+"""Maps a request's output ids, drafts on the path included, and its logits, [V], to other logits.
+
+It must not remember calls, either.
+"""
+
+Ends = Callable[[Sequence[int]], bool]
+"""Says whether a request ends with its output ids; it is asked after each token that is emitted."""
+
+
 def is_whole(value: object, least: int) -> bool:
     """Say whether it is a whole number, of Python or numpy, and at least this one."""
     return isinstance(value, Integral) and int(value) >= least
@@ -48,6 +58,8 @@ class SamplingParams:
     presence_penalty: subtracted from every token that occurs in the output
     logit_bias: added to the logits of single tokens
     grammar: which tokens may follow
+    process: changes the logits, before all other parameters do
+    ends: ends the request, besides the other conditions
     seed: of the coins; None lets the host draw one
     max_tokens: the most tokens to emit
     stop: strings that end the request when they appear in the output
@@ -66,6 +78,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     grammar: Grammar | None = None
+    process: Process | None = None
+    ends: Ends | None = None
     seed: int | None = None
     max_tokens: int = 128
     stop: str | Sequence[str] = ()
@@ -86,6 +100,8 @@ class SamplingParams:
             "logit_bias must be numbers < inf by token id": isinstance(self.logit_bias, Mapping)
             and all(is_whole(t, 0) and _is_bias(b) for t, b in self.logit_bias.items()),
             "grammar must be a function": self.grammar is None or callable(self.grammar),
+            "process must be a function": self.process is None or callable(self.process),
+            "ends must be a function": self.ends is None or callable(self.ends),
             "seed must be a whole number in [0, 2**63)": self.seed is None
             or (is_whole(self.seed, 0) and self.seed < 2**63),
             "max_tokens must be a whole number >= 1": is_whole(self.max_tokens, 1),
@@ -119,7 +135,8 @@ class SamplingParams:
     def looks_back(self) -> bool:
         """Whether the distribution depends on what has been said, but for the model's logits."""
         is_penalised = self.repetition_penalty != 1 or self.frequency_penalty != 0
-        return is_penalised or self.presence_penalty != 0 or self.grammar is not None
+        is_function = self.grammar is not None or self.process is not None
+        return is_penalised or self.presence_penalty != 0 or is_function
 
     @lazy
     def is_raw(self) -> bool:

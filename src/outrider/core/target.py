@@ -21,6 +21,7 @@ from outrider.core.coins import Coins
 from outrider.core.proposal import Proposal
 from outrider.core.request import Request
 from outrider.core.sampling import SamplingParams
+from outrider.errors import NoToken
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,16 @@ class TargetDistribution:
         """
         return replace(self, logits=logits, positions=self.positions + 1)
 
+    def check(self, rows: Sequence[int]) -> None:
+        """Raise NoToken if at one of these rows no token can follow: NaN, or all ruled out."""
+        best = self.logits[list(rows)].amax(-1)
+        greedy = torch.tensor([self.greedy[row] for row in rows], device=best.device)
+        usable = torch.where(greedy, best > -math.inf, best.isfinite())
+        if not bool(usable.all()):
+            worst = best[~usable][0].item()
+            why = "NaN or infinity among the logits" if worst != -math.inf else "all are ruled out"
+            raise NoToken(f"no token can follow: {why}")
+
     def probs(self) -> Tensor:
         """Return p, [N, V]."""
         p = self.logits.softmax(-1)
@@ -148,6 +159,19 @@ def _replace(logits: Tensor, rows: list[int], values: Tensor) -> Tensor:
     logits = logits.clone()
     logits[rows] = values
     return logits
+
+
+def process(logits: Tensor, rows: Rows) -> Tensor:
+    """Let each request's own function change the logits after the row's path."""
+    chosen = rows.where(lambda s: s.process is not None)
+    if not chosen:
+        return logits
+    paths, changed = rows.paths(), []
+    for row in chosen:
+        request = rows.requests[rows.owners[row]]
+        assert request.sampling.process is not None
+        changed.append(request.sampling.process([*request.output, *paths[row]], logits[row]))
+    return _replace(logits, chosen, torch.stack(changed).to(logits))
 
 
 def penalties(logits: Tensor, rows: Rows) -> Tensor:
@@ -251,6 +275,7 @@ def min_p(logits: Tensor, rows: Rows) -> Tensor:
 
 Transform = Callable[[Tensor, Rows], Tensor]
 TRANSFORMS: tuple[Transform, ...] = (
+    process,
     penalties,
     logit_bias,
     grammar,

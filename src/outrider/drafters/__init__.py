@@ -5,6 +5,7 @@ from outrider.drafters.guard import GuardedDrafter
 from outrider.drafters.model import DraftModel, ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.own import OwnRequests
 from outrider.drafters.registry import OURS, make_drafter
 from outrider.drafters.route import RoutedDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -17,6 +18,7 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "NoDrafter",
+    "OwnRequests",
     "RoutedDrafter",
     "SuffixDrafter",
     "make_drafter",

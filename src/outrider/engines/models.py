@@ -44,8 +44,8 @@ def load_model(name: str, dtype: Any) -> Any:
     logging.set_verbosity_error()
     try:
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-    except (OSError, ValueError) as error:
-        why = str(error).splitlines()[0]
+    except Exception as error:  # of each library that reads a part of it
+        why = (str(error) or type(error).__name__).splitlines()[0]
         if not Path(name).exists() and (name.count("/") > 1 or name.startswith(("/", ".", "~"))):
             why = "no such directory"  # the hub's rules for names would be no help
         raise Unsupported(
@@ -60,8 +60,9 @@ def load_tokenizer(name: str) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of each library that reads a part of it
+        why = (str(error) or type(error).__name__).splitlines()[0]
         raise Unsupported(
-            f"no tokenizer at {name!r} ({str(error).splitlines()[0]:.200})",
+            f"no tokenizer at {name!r} ({why:.200})",
             fix="put the model's tokenizer.json and tokenizer_config.json there",
         ) from error

@@ -13,7 +13,8 @@ import outrider
 from outrider.core import Budget, Outcome, Proposal, Request, chain
 from outrider.drafters import NgramDrafter
 from outrider.hosts.transformers import host
-from outrider.hosts.transformers.runner import Runner, Segment
+from outrider.hosts.transformers.passes import Segment
+from outrider.hosts.transformers.runner import Runner
 
 GREEDY = {"max_tokens": 60}
 

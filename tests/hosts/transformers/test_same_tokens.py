@@ -190,7 +190,7 @@ def verify_and_decode_logits(model, exactness: str):
 
 
 def run_all(runner, sequence, tokens):
-    from outrider.hosts.transformers.runner import Segment
+    from outrider.hosts.transformers.passes import Segment
 
     logits = runner.run([Segment(sequence, tokens)])
     runner.pool.keep(sequence, range(len(tokens)))

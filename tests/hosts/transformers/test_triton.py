@@ -14,7 +14,7 @@ from test_logits import make
 pytest.importorskip("triton")
 import outrider
 from outrider.hosts.transformers import Runner
-from outrider.hosts.transformers.runner import Segment
+from outrider.hosts.transformers.passes import Segment
 from outrider.kernels import KERNELS, interpreter, use_triton
 
 IDS = torch.randint(3, 160, (24,), generator=torch.Generator().manual_seed(1)).tolist()

@@ -11,7 +11,8 @@ from outrider.hosts.transformers.generate import (
     stream,
 )
 from outrider.hosts.transformers.host import TransformersHost
-from outrider.hosts.transformers.runner import NAME, Runner
+from outrider.hosts.transformers.passes import NAME
+from outrider.hosts.transformers.runner import Runner
 
 __all__ = [
     "NAME",

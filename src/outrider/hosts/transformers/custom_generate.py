@@ -3,42 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    MinPLogitsWarper,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import EosTokenCriteria, MaxLengthCriteria, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from outrider.core import SamplingParams, Unsupported
 from outrider.hosts.exactness import Exactness
 from outrider.hosts.transformers.arguments import call_arguments, check_arguments
 from outrider.hosts.transformers.generate import DrafterLike, Stream, stream
-
-_PROCESSORS = {
-    RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
-    TemperatureLogitsWarper: ("temperature", "temperature"),
-    TopKLogitsWarper: ("top_k", "top_k"),
-    TopPLogitsWarper: ("top_p", "top_p"),
-    MinPLogitsWarper: ("min_p", "min_p"),
-}
-"""What our sampling parameters can express, in the order in which they are applied.
-
-For each the attribute that holds its value, and the parameter."""
-
-_PLAIN = {"filter_value": -math.inf, "min_tokens_to_keep": 1, "prompt_ignore_length": None}
-"""Other attributes of these, and the value that our parameters assume."""
+from outrider.hosts.transformers.own_rows import OwnRows
+from outrider.hosts.transformers.runner import check_model
+from outrider.hosts.transformers.view import unwrapped
 
 
 def custom_generate(
@@ -55,12 +34,14 @@ def custom_generate(
     tokenizer: Any = None,
     streamer: Any = None,
     **model_kwargs: Any,
-) -> Tensor:
+) -> Tensor | GenerateDecoderOnlyOutput:
     """Generate for `model.generate(..., custom_generate=outrider.custom_generate)`.
 
-    Return [B, L] ids: the input, the output, then padding. Sampling parameters, lengths, end tokens
-    and the streamer are those of the call. What cannot be done exactly is refused: see
-    `outrider.hosts.transformers.arguments`. `stop_strings` are looked for in the output.
+    Return [B, L] ids: the input, the output, then padding. Sampling parameters, logits processors,
+    stopping criteria and the streamer are those of the call; processors and criteria of the caller
+    see one row at a time, with drafts that may not be kept, and must not remember calls. What
+    cannot be done exactly is refused: see `outrider.hosts.transformers.arguments`. `stop_strings`
+    are looked for in the output.
 
     model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: from
         Transformers
@@ -71,20 +52,28 @@ def custom_generate(
     streamer = streamer if streamer is not None else given.get("streamer")
     try:
         own = inspect.signature(custom_generate).parameters
+        check_model(unwrapped(model))
         check_arguments(generation_config, given, own)
+        _check_outputs(generation_config, len(input_ids))
         ends = _end_tokens(stopping_criteria)
+        mask = model_kwargs.get("attention_mask")
+        prompts = _prompts(input_ids, mask)
+        rows = OwnRows(logits_processor, stopping_criteria, generation_config.do_sample)
+        shared: dict[str, Any] = {
+            "max_tokens": _max_length(stopping_criteria) - input_ids.shape[1],
+            # the end tokens of this call, which may not be the model's
+            "ignore_eos": True,
+            "stop_token_ids": ends,
+            "stop": stop_strings or (),
+        }
         run = stream(
             model,
-            _prompts(input_ids, model_kwargs.get("attention_mask")),
+            prompts,
             drafter=drafter,
-            sampling=SamplingParams(
-                **_sampling(logits_processor, generation_config.do_sample),
-                max_tokens=_max_length(stopping_criteria) - input_ids.shape[1],
-                # the end tokens of this call, which may not be the model's
-                ignore_eos=True,
-                stop_token_ids=ends,
-                stop=stop_strings or (),
-            ),
+            sampling=[
+                SamplingParams(**rows.sampling(number, row, len(prompts[number])), **shared)
+                for number, row in enumerate(input_ids)
+            ],
             max_drafts=max_drafts,
             exactness=exactness,
             tokenizer=tokenizer if tokenizer is not None else given.get("tokenizer"),
@@ -92,22 +81,38 @@ def custom_generate(
         pad = generation_config.pad_token_id
         if pad is None:
             pad = ends[0] if ends else 0
-        output = _columns(run, pad, streamer)
+        logits: list[Tensor] = []
+        output = _columns(run, pad, streamer, logits)
     finally:
         if streamer is not None:
             streamer.end()  # also after an error: somebody may be waiting for it
-    return torch.cat([input_ids, output.to(input_ids.device)], dim=-1)
+    sequences = torch.cat([input_ids, output.to(input_ids.device)], dim=-1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    scores = [
+        logits_processor(sequences[:, : input_ids.shape[1] + n], row)
+        for n, row in enumerate(logits)
+    ]
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=tuple(scores) if generation_config.output_scores else None,
+        logits=tuple(logits) if generation_config.output_logits else None,
+    )
 
 
-def _columns(run: Stream, pad: int, streamer: Any) -> Tensor:
+def _columns(run: Stream, pad: int, streamer: Any, logits: list[Tensor]) -> Tensor:
     """Run to the end, and return the outputs padded to the longest, [B, n].
+
+    logits: is given those of each token, [1, V] in 32 bits, if there is one row
 
     As in plain decoding the streamer gets one token of every row at a time, [B]: what is ahead in
     one row waits for the others. A row that has ended goes on with padding.
     """
     outputs, reasons = run.result.outputs, run.result.finish_reasons
     columns: list[list[int]] = []
-    for _ in run:
+    for event in run:
+        if len(outputs) == 1:
+            logits += event.logits[list(event.outcomes[0].rows)].float()[:, None]
         lengths = [len(o) for o, reason in zip(outputs, reasons, strict=True) if reason is None]
         ready = min(lengths) if lengths else max(map(len, outputs))
         for n in range(len(columns), ready):
@@ -121,42 +126,34 @@ def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Return the tokens of each row that its mask lets through."""
     if mask is None:
         return [list(row) for row in input_ids.tolist()]
+    if not bool(mask[:, -1].all()):
+        raise Unsupported(
+            "attention_mask with padding after a prompt in custom_generate",
+            fix="pad on the left: tokenizer.padding_side = 'left'",
+        )
     return [row[keep].tolist() for row, keep in zip(input_ids, mask.bool(), strict=True)]
 
 
-def _sampling(processors: Sequence[Any], do_sample: bool | None) -> dict[str, Any]:
-    """Return the sampling parameters that do what these processors do, or refuse."""
-    order, found = list(_PROCESSORS), {"temperature": 1.0}
-    kinds = [type(processor) for processor in processors]
-    wrong = [kind.__name__ for kind in kinds if kind not in _PROCESSORS]
-    wrong = wrong or [
-        f"{kind.__name__} after {before.__name__}"
-        for before, kind in pairwise(kinds)
-        if order.index(kind) <= order.index(before)
-    ]
-    if wrong:
-        raise Unsupported(
-            f"{wrong[0]} in custom_generate",
-            fix="leave it out: no sampling parameter of Outrider can express it",
-        )
-    for processor in processors:
-        attribute, parameter = _PROCESSORS[type(processor)]
-        found[parameter] = getattr(processor, attribute)
-        for name, plain in _PLAIN.items():
-            if getattr(processor, name, plain) != plain:
-                what = f"{type(processor).__name__} with {name}"
-                raise Unsupported(f"{what} in custom_generate", fix="unset it")
-    return found if do_sample else {**found, "temperature": 0.0}
+def _check_outputs(config: Any, count: int) -> None:
+    """Refuse what plain `generate` returns and we do not have."""
+    if not config.return_dict_in_generate:
+        return
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise Unsupported(
+                f"{name} with return_dict_in_generate in custom_generate", fix="leave it out"
+            )
+    for name in ("output_scores", "output_logits"):
+        if getattr(config, name, None) and count > 1:
+            raise Unsupported(
+                f"{name} for {count} rows in custom_generate: those of a row that has ended are "
+                "computed from padding",
+                fix="ask for one row at a time, or use outrider.generate with logprobs",
+            )
 
 
 def _max_length(criteria: Sequence[Any]) -> int:
-    """Return the length at which these criteria stop, or refuse those that do more than that."""
-    foreign = [c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)]
-    if foreign:
-        raise Unsupported(
-            f"{type(foreign[0]).__name__} in custom_generate",
-            fix="use max_new_tokens, eos_token_id or stop_strings",
-        )
+    """Return the length at which these criteria stop."""
     return min(int(c.max_length) for c in criteria if type(c) is MaxLengthCriteria)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.control import AdaptiveDrafter, adaptive_drafter
@@ -30,6 +31,7 @@ from outrider.drafters import (
     GuardedDrafter,
     ModelDrafter,
     NoDrafter,
+    OwnRequests,
     make_drafter,
 )
 from outrider.errors import check_choice
@@ -39,6 +41,7 @@ from outrider.hosts.transformers.host import TransformersHost
 from outrider.hosts.transformers.requests import Prompts, SamplingLike, make_requests
 from outrider.hosts.transformers.runner import Runner
 from outrider.hosts.transformers.tokenizers import check_same_tokenizer
+from outrider.hosts.transformers.view import unwrapped
 from outrider.kernels.sample_match import DeviceCoins
 
 DrafterLike: TypeAlias = "Drafter | PreTrainedModel | HeadFile | str | None"
@@ -63,11 +66,13 @@ class StepEvent:
     indices: which of the inputs each outcome belongs to
     outcomes: [B] what each request emitted
     proposal: what had been drafted
+    logits: [N, V] the model's, one row for each request and each draft
     """
 
     indices: tuple[int, ...]
     outcomes: Sequence[Outcome]
     proposal: Proposal[Any]
+    logits: Tensor = field(repr=False)
 
 
 @dataclass
@@ -190,6 +195,7 @@ def stream(
             f"exactness='bitwise' with rule={rule!r}, whose tokens depend on the drafts",
             fix="use rule='match'",
         )
+    model = unwrapped(model)
     host = TransformersHost(model, exactness)
     requests = make_requests(host.runner, input_ids, sampling, tokenizer)
     found = _drafter(drafter, model, host.runner, tokenizer, draft_tokenizer)
@@ -216,30 +222,34 @@ def _run(
     """Decode until every request has ended. The first step reads the prompts."""
     coins = DeviceCoins()
     active = list(requests)
+    own = OwnRequests(drafter)
     try:
         while active:
             prompts_read = bool(active[0].output)
-            room = [min(max_drafts, r.remaining - 1) if prompts_read else 0 for r in active]
+            room = [
+                min(max_drafts, r.remaining - 1, host.room(r)) if prompts_read else 0
+                for r in active
+            ]
             budget = Budget(np.array(room), rule, coins)
-            done = step(host, drafter, active, budget)
+            done = step(host, own, active, budget)
             host.commit(done.outcomes)
             if prompts_read:
                 result.stats.record(done.outcomes, done.proposal)
             else:
-                drafter.start(active)
-            drafter.observe(host.with_hidden(done.outcomes))
+                own.start(active)
+            own.observe(host.with_hidden(done.outcomes))
             _record_logprobs(done, result)
             for outcome in done.outcomes:
                 outcome.apply()
                 result.finish_reasons[outcome.request.id] = outcome.finish_reason
-            yield StepEvent(tuple(r.id for r in active), done.outcomes, done.proposal)
+            yield StepEvent(tuple(r.id for r in active), done.outcomes, done.proposal, done.logits)
             ended = [r for r in active if r.finish_reason]
             active = [r for r in active if not r.finish_reason]
             host.release(ended)
-            drafter.stop(ended)
+            own.stop(ended)
     finally:
         host.release(active)
-        drafter.stop(active)
+        own.stop(active)
         drafter.close()
 
 
@@ -264,6 +274,7 @@ def _drafter(
     tokenizer: Any,
     draft_tokenizer: Any,
 ) -> Drafter:
+    given = unwrapped(given)
     if given is None:
         return NoDrafter()
     if given == AdaptiveDrafter.name:
@@ -308,7 +319,9 @@ def adaptive(
     trace: a file to which each step is appended, as a line of JSON
     ahead: the socket of a draft server: see docs/ahead.md
     """
-    drafts = [] if draft is None else draft if isinstance(draft, (list, tuple)) else [draft]
+    model = unwrapped(model)
+    listed = [] if draft is None else draft if isinstance(draft, (list, tuple)) else [draft]
+    drafts = [unwrapped(one) for one in listed]
     passing, names = list[ModelDrafter[Any]](), Counter[str]()
     for one in drafts:
         if isinstance(one, PreTrainedModel) and one is not model:

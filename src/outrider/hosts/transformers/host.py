@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 
 from outrider.core import Outcome, Proposal, Request, Unsupported
 from outrider.hosts.exactness import Exactness
+from outrider.hosts.transformers.passes import Segment
 from outrider.hosts.transformers.pool import CachedSequence
-from outrider.hosts.transformers.runner import Runner, Segment
+from outrider.hosts.transformers.probe import check_forward
+from outrider.hosts.transformers.runner import Runner
 
 
 class TransformersHost:
@@ -19,9 +21,11 @@ class TransformersHost:
 
     def __init__(self, model: PreTrainedModel, exactness: Exactness = "lossless") -> None:
         self.runner = Runner(model, exactness)
+        check_forward(self.runner)
         self._sequences: dict[int, CachedSequence] = {}
         self._hidden_layers: tuple[int, ...] = ()
         self._hidden: dict[int, Tensor] = {}  # of each request's rows in the last pass
+        self._again: set[int] = set()  # the requests that were read again in the last pass
 
     def read_hidden(self, layers: Sequence[int]) -> None:
         """Capture the hidden states of these layers from now on, for `with_hidden`."""
@@ -32,6 +36,17 @@ class TransformersHost:
             )
         self._hidden_layers = tuple(layers)
 
+    def room(self, request: Request) -> int:
+        """Return how many drafts the request may have in the next step, if the model has a limit.
+
+        The pass in which plain decoding reads the request again, and those that lead to it, must
+        not have rows beyond it: see `rope.drops_its_cache`.
+        """
+        limit = self.runner.recompute_limit
+        if limit is None or request.length > limit + 1:
+            return request.remaining
+        return max(0, limit - request.length)
+
     def forward(self, requests: Sequence[Request], proposal: Proposal) -> Tensor:
         """Run the target over each request's last token and drafts. Return their logits, [N, V].
 
@@ -39,8 +54,12 @@ class TransformersHost:
         """
         drafts, parents = proposal.tokens.tolist(), proposal.parents.tolist()
         segments = []
+        self._again.clear()
         for r, request in enumerate(requests):
             sequence = self._sequences.setdefault(request.id, self.runner.open())
+            if self._is_read_again(request, sequence):
+                self.runner.close(sequence)
+                self._again.add(request.id)
             unread = request.tokens_from(sequence.length)
             own = slice(proposal.starts[r], proposal.starts[r + 1])
             segments.append(_segment(sequence, unread, drafts[own], parents[own]))
@@ -48,6 +67,10 @@ class TransformersHost:
         if self._hidden_layers:
             self._hidden = {r.id: states for r, states in zip(requests, hidden, strict=True)}
         return logits
+
+    def _is_read_again(self, request: Request, sequence: CachedSequence) -> bool:
+        limit = self.runner.recompute_limit
+        return limit is not None and 0 < sequence.length <= limit < request.length
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the cache entries of the rows that were kept, and drop the others."""
@@ -61,7 +84,14 @@ class TransformersHost:
         if not self._hidden_layers:
             return outcomes
         states, self._hidden = self._hidden, {}  # a prompt's are large: keep them no longer
-        return [replace(o, hidden=_kept(states[o.request.id], o)) for o in outcomes]
+        kept = {o.request.id: _kept(states[o.request.id], o) for o in outcomes}
+        # a drafter has what it was told before
+        kept |= {
+            o.request.id: kept[o.request.id][-len(o.rows) :]
+            for o in outcomes
+            if o.request.id in self._again
+        }
+        return [replace(o, hidden=kept[o.request.id]) for o in outcomes]
 
     def release(self, requests: Sequence[Request]) -> None:
         """Give the slots of these requests back."""

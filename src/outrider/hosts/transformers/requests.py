@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -14,6 +15,9 @@ from outrider.core import Request, SamplingParams, Unsupported
 from outrider.hosts.transformers.runner import Runner
 
 Prompts: TypeAlias = "Tensor | Sequence[int] | Sequence[Sequence[int]] | Sequence[Tensor]"
+LARGEST = 1e30
+"""Parameters of this size leave room in 32 bits for what they are multiplied with."""
+
 SamplingLike: TypeAlias = "SamplingParams | Mapping[str, Any] | None"
 
 
@@ -42,7 +46,8 @@ def make_requests(
     ]
     for request in requests:
         _check_ids(request, runner.vocab_size)
-        _check_length(request, runner.max_length)
+        _check_values(request.sampling)
+        _check_length(request, runner)
     return requests
 
 
@@ -104,6 +109,24 @@ def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
+def _check_values(sampling: SamplingParams) -> None:
+    """Refuse what would make every logit infinite, or the same, in 32 bits."""
+    least, most = 1 / LARGEST, LARGEST
+    allowed = {
+        "temperature": sampling.temperature == 0 or least <= sampling.temperature <= most,
+        "repetition_penalty": least <= sampling.repetition_penalty <= most,
+        "frequency_penalty": abs(sampling.frequency_penalty) <= most,
+        "presence_penalty": abs(sampling.presence_penalty) <= most,
+        "logit_bias": all(abs(b) <= most or b == -math.inf for b in sampling.logit_bias.values()),
+    }
+    for name, holds in allowed.items():
+        if not holds:
+            raise ValueError(
+                f"{name}={getattr(sampling, name)!r:.80} is beyond what 32 bits can hold: choose "
+                f"a size between {least:.0e} and {most:.0e}"
+            )
+
+
 def _check_ids(request: Request, vocab_size: int) -> None:
     sampling = request.sampling
     for where, ids in (
@@ -121,13 +144,15 @@ def _check_ids(request: Request, vocab_size: int) -> None:
         raise ValueError(f"logprobs={sampling.logprobs} of a vocabulary of {vocab_size} tokens")
 
 
-def _check_length(request: Request, max_length: int) -> None:
-    prompt, most = request.length, request.sampling.max_tokens
-    if prompt + most > max_length:
+def _check_length(request: Request, runner: Runner) -> None:
+    prompt, most, longest = request.length, request.sampling.max_tokens, runner.max_length
+    changes = ", beyond which its rotary factors change with each position"
+    why = changes if longest == runner.rope_limit else ""
+    if prompt + most > longest:
         raise Unsupported(
             f"prompt {request.id} of {prompt} tokens and max_tokens={most}, for a model of "
-            f"{max_length} positions",
-            fix=f"lower max_tokens to {max_length - prompt} or less"
-            if prompt < max_length
-            else f"shorten the prompt to fewer than {max_length} tokens",
+            f"{longest} positions{why}",
+            fix=f"lower max_tokens to {longest - prompt} or less"
+            if prompt < longest
+            else f"shorten the prompt to fewer than {longest} tokens",
         )

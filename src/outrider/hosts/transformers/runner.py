@@ -2,71 +2,37 @@
 
 One kind of pass serves prefill, decode and verify: each sequence brings the tokens it has not
 cached yet, as a chain or a tree, and all of them go through the model side by side in one row.
-The model's weights and modules are left as they are; only its attention goes through us, by
-Transformers' own `AttentionInterface`.
+The model is left as it is. A view of it runs, whose attention goes through us, by Transformers' own
+`AttentionInterface`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from collections.abc import Sequence
+from typing import get_args
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import PreTrainedModel
 
-from outrider.core import ROOT, Request, Unsupported
+from outrider.core import Request, Unsupported
 from outrider.errors import check_choice
 from outrider.hosts.exactness import Exactness, current_name
-from outrider.hosts.transformers.pool import CachedSequence, KVPool
-from outrider.kernels import arch, use_triton
-from outrider.kernels.paged_attention import (
-    Layout,
-    Past,
-    Tile,
-    Tiles,
-    paged_attention,
-    tile_rows,
-    tree_pasts,
+from outrider.hosts.transformers.passes import (
+    CURRENT,
+    NAME,
+    Pass,
+    Segment,
+    TracedMasks,
+    traced_masks,
 )
-from outrider.kernels.prefill_attention import causal_attention, prefill_attention
+from outrider.hosts.transformers.pool import CachedSequence, KVPool
+from outrider.hosts.transformers.rope import drops_its_cache, row_limits, serve_each_request
+from outrider.hosts.transformers.view import model_view, unwrapped
 from outrider.kernels.row_invariant import ROWS, RowInvariant
 
-NAME = "outrider"
 _PROVEN: WeakSet[PreTrainedModel] = WeakSet()
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The tokens that one sequence brings to a pass.
-
-    tokens:  the first follows the cached ones
-    parents: for each token the index of the one it follows, or ROOT for the cached ones; None is
-             a chain
-    logits_from: the first token whose logits are wanted
-    """
-
-    sequence: CachedSequence
-    tokens: Sequence[int]
-    parents: Sequence[int] | None = None
-    logits_from: int = 0
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether each token follows the one before it."""
-        parents = self.parents
-        return parents is None or list(parents) == list(range(-1, len(parents) - 1))
-
-    @property
-    def is_prompt(self) -> bool:
-        """Whether nothing is cached before it."""
-        return self.sequence.length == 0 and self.is_chain
 
 
 class Runner:
@@ -83,15 +49,22 @@ class Runner:
     def __init__(self, model: PreTrainedModel, exactness: Exactness = "lossless") -> None:
         exactness = current_name(exactness)
         check_choice("exactness", exactness, get_args(Exactness))
-        _check_model(model)
-        self.model = model
+        model = unwrapped(model)
+        check_model(model)
+        self.model: PreTrainedModel = model
+        self._view = model_view(model, NAME)
         self.exactness = exactness
         self.pool = KVPool()
         config = model.config.get_text_config(decoder=True)
         self.vocab_size: int = config.vocab_size
         self.max_length: int = getattr(config, "max_position_embeddings", None) or 2**31
         self.num_layers: int = config.num_hidden_layers
-        self._configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+        # lengths at which plain decoding changes its rotary factors: see `rope`
+        self.rope_limit = serve_each_request(self._view, self.max_length)
+        self.max_length = min(self.max_length, self.rope_limit or self.max_length)
+        self.row_limits = row_limits(self._view)
+        drops = bool(self.row_limits) and drops_its_cache(model)
+        self.recompute_limit = self.row_limits[0] if drops else None
         if exactness == "bitwise" and model not in _PROVEN:
             self._prove_invariance()
             _PROVEN.add(model)
@@ -164,22 +137,25 @@ class Runner:
         return torch.cat([logits[i] for i in everyone]), [hidden[i] for i in everyone]
 
     def _forward(
-        self, segments: Sequence[Segment], layers: Sequence[int]
+        self, segments: Sequence[Segment], layers: Sequence[int] = (), trace: bool = False
     ) -> tuple[Tensor, Sequence[Tensor]]:
         device = self.model.device
         places = ROWS if self.exactness == "bitwise" else None
-        step = _Pass.plan(segments, self.pool, places, device)
-        with self._own_attention(step):
-            out = self.model(
+        step = Pass.plan(segments, self.pool, places, device)
+        current = CURRENT.set(step)
+        try:
+            out = self._view(
                 input_ids=torch.tensor([step.tokens], device=device),
                 position_ids=torch.tensor([step.positions], device=device),
                 # a mask of four dimensions is taken for a finished one: none is built
-                attention_mask=torch.zeros(1, 1, 1, 1, device=device),
+                attention_mask=None if trace else torch.zeros(1, 1, 1, 1, device=device),
                 use_cache=False,
                 logits_to_keep=torch.tensor(step.wanted, device=device),
                 # all layers' states then live until the end of the pass
                 output_hidden_states=bool(layers),
             )
+        finally:
+            CURRENT.reset(current)
         if len(step.layers) != self.num_layers:
             raise Unsupported(
                 f"{type(self.model).__name__}: {len(step.layers)} of {self.num_layers} layers "
@@ -192,19 +168,14 @@ class Runner:
             hidden = out.logits.new_empty((len(step.tokens), 0, 0))
         return out.logits[0], hidden.split([len(segment.tokens) for segment in segments])
 
-    @contextmanager
-    def _own_attention(self, step: _Pass) -> Iterator[None]:
-        """Let the model's attention layers call ours while this pass runs."""
-        before = [(config, config._attn_implementation) for config in self._configs.values()]
-        token = _CURRENT.set(step)
-        try:
-            for config, _ in before:
-                config._attn_implementation = NAME
-            yield
-        finally:
-            _CURRENT.reset(token)
-            for config, implementation in before:
-                config._attn_implementation = implementation
+    @torch.inference_mode()
+    def trace_masks(self) -> TracedMasks:
+        """Return how the model defines its masks, by a pass that is given none."""
+        sequence = self.open()
+        with traced_masks() as traced:
+            self._forward([Segment(sequence, [1 % self.vocab_size])], trace=True)
+        self.close(sequence)
+        return traced
 
     def _prove_invariance(self) -> None:
         """Compare rows of a verify pass with one-token passes, bit for bit, or refuse."""
@@ -226,168 +197,8 @@ class Runner:
             )
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """One pass of the model: its rows, and where their keys are.
-
-    prompts: the past of each sequence with nothing cached, its rows numbered in the pass
-    others:  the rows of all other sequences
-    pasts:   their pasts by sequence, one for each branch of a tree, numbered among `others`
-    places:  rows of a tile in plain torch, None for any number: then bits may differ
-    """
-
-    tokens: list[int]
-    positions: list[int]
-    wanted: list[int]
-    slots: Tensor
-    prompts: list[Past]
-    others: Tensor
-    pasts: list[list[Past]]
-    places: int | None
-    pool: KVPool
-    layers: set[int] = field(default_factory=set)
-    laid_out: dict[tuple[str, int], Tiles | Layout] = field(default_factory=dict)
-
-    @staticmethod
-    def plan(
-        segments: Sequence[Segment], pool: KVPool, places: int | None, device: torch.device
-    ) -> _Pass:
-        """Lay out the rows of a pass and give each a slot."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        wanted: list[int] = []
-        slots: list[Tensor] = []
-        prompts: list[Past] = []
-        others: list[int] = []
-        pasts: list[list[Past]] = []
-        for segment in segments:
-            sequence, start, count = segment.sequence, len(tokens), len(segment.tokens)
-            prefix = sequence.length
-            pool.reserve(sequence, prefix + count)
-            tokens += segment.tokens
-            wanted += range(start + segment.logits_from, start + count)
-            own = sequence.slots[prefix : prefix + count]
-            slots.append(own)
-            parents = range(-1, count - 1) if segment.is_chain else segment.parents or ()
-            depths: list[int] = []
-            for parent in parents:
-                depths.append(1 if parent == ROOT else depths[parent] + 1)
-            positions += [prefix + depth - 1 for depth in depths]
-            if segment.is_prompt:
-                prompts.append(Past(range(start, start + count), depths, own))
-                continue
-            # the rows of this segment, as numbered among `others`
-            first = len(others)
-            others += range(start, start + count)
-            pasts.append(tree_pasts(parents, sequence.slots[:prefix], own, first))
-        return _Pass(
-            tokens,
-            positions,
-            wanted,
-            slots=torch.cat(slots).to(device),
-            prompts=prompts,
-            others=torch.tensor(others, dtype=torch.int64, device=device),
-            pasts=pasts,
-            places=places,
-            pool=pool,
-        )
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Store this layer's keys and values and attend. q, k, v: [N, H, D] -> [N, Hq, Dv]."""
-        self.layers.add(layer)
-        k_cache, v_cache = self.pool.write(layer, self.slots, k, v)
-        how = (scale, window, softcap)
-        by_triton, group = use_triton(q.device), q.shape[1] // k.shape[1]
-        out = q.new_empty((*q.shape[:2], v.shape[-1]))
-        if self.pasts:
-            rows = self.others
-            few = q if len(rows) == len(q) else q[rows]
-            laid_out = self._lay_out("others", group, by_triton, q)
-            found = paged_attention(few, k_cache, v_cache, laid_out, *how)
-            if few is q:
-                return found
-            out[rows] = found
-        for past in self.prompts:
-            own = slice(past.rows[0], past.rows[-1] + 1)
-            if by_triton:
-                layout = self._lay_out(f"prompt {own.start}", group, by_triton, q, past)
-                assert isinstance(layout, Layout)
-                out[own] = prefill_attention(q[own], k_cache, v_cache, layout, *how)
-            else:
-                out[own] = causal_attention(q[own], k[own], v[own], *how)
-        return out
-
-    def _lay_out(
-        self, name: str, group: int, by_triton: bool, q: Tensor, prompt: Past | None = None
-    ) -> Tiles | Layout:
-        """Return which rows share which keys, made once for all layers with such heads."""
-        key = (name, group)
-        if key not in self.laid_out:
-            tile = Tile.fit(group)
-            if not by_triton:
-                pasts = [past for request in self.pasts for past in request]
-                self.laid_out[key] = tile_rows(pasts, self.places, q.device)
-            elif prompt is None:
-                self.laid_out[key] = Layout.of(self.pasts, tile, group, q.device)
-            else:
-                tile = tile.for_prefill(arch(q.device), q.shape[-1], same_bits=False)
-                alone = Past(range(len(prompt.rows)), prompt.lens, prompt.slots)
-                self.laid_out[key] = Layout.of([[alone]], tile, group, q.device)
-        return self.laid_out[key]
-
-
-def attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend as Transformers' `sdpa`, or over the paged cache within one of our passes."""
-    step = _CURRENT.get()
-    if step is None:
-        return cast(
-            "tuple[Tensor, None]",
-            sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs),
-        )
-    for name in ("s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise Unsupported(
-                f"attention with {name} in {type(module).__name__}", fix="use another model"
-            )
-    scaling = kwargs.get("scaling")
-    # ours is row invariant by itself: no need to look at each of its operations
-    with torch._C.DisableTorchFunction():
-        out = step.attend(
-            cast(int, module.layer_idx),
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=kwargs.get("sliding_window"),
-            softcap=kwargs.get("softcap"),
-        )
-        return out[None], None
-
-
-# The pass that the model is in. Not every model hands keyword arguments on to its attention.
-_CURRENT: ContextVar[_Pass | None] = ContextVar("outrider_pass", default=None)
-
-AttentionInterface.register(NAME, attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def _check_model(model: PreTrainedModel) -> None:
+def check_model(model: PreTrainedModel) -> None:
+    """Refuse a model whose layers are not all attention of a decoder, by its configuration."""
     if not hasattr(model, "config"):
         raise TypeError(
             f"model is of type {type(model).__name__}: "
