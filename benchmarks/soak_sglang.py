@@ -7,10 +7,15 @@ Run it in the environment of scripts/setup-sglang-cpu. About 2,000 distinct requ
 and form are answered once without drafts (`max_drafts: 0`). Then requests are drawn from them, each
 with a drafter, up to 256 at once, and each complete answer is compared. Meanwhile clients hang up
 or time out, some requests are malformed, and one trouble follows another (`soak_troubles.py`).
+A third of all requests are turns of conversations: A, A + answer + more, A again, several users
+with one prefix. Their texts are the target's own, so that drafts are accepted. Their answers are
+compared with those of plain decoding from an empty cache, which is asked after the round.
 After each round the server is left idle, and its memory, files, threads and used slots are noted.
-Servers follow one another, by turns with heads and with drafts on the device. A run can be
-continued: `--state` has all that it found. Request N of a seed is always the same. Runs of several
-seeds can go on side by side; `--also` adds their states to the result.
+Servers follow one another (`soak_traffic.PIECES`): with heads or with drafts on the device, half of
+them in the default mode, half of them checking each KV slot that they read.
+
+A run can be continued: `--state` has all that it found. Request N of a seed is always the same.
+Runs of several seeds can go on side by side; `--also` adds their states to the result.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import psutil
+import sglang
 from common import write
 from common_sglang import Server, end_servers_at_sigterm
 from rich.progress import Progress
@@ -41,7 +47,9 @@ from soak_traffic import (
     LEVELS,
     MALFORMED,
     MANNERS,
+    PIECES,
     SETUPS,
+    Piece,
     choices,
     difference,
     distinct_requests,
@@ -54,6 +62,7 @@ from soak_traffic import (
 from outrider.report import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang"))
+import conversations
 import parity
 import workload
 from draft_process import TINY, DraftProcess
@@ -64,8 +73,11 @@ DISTINCT = 2000
 TROUBLE_EVERY = 200
 """Requests from one trouble to the next."""
 
-PIECE = 20_000
+PIECE = 2_500
 """Requests that one server answers."""
+
+TURNS = 4
+"""Requests of a conversation."""
 
 PATIENCE = 3600.0
 """Seconds after which a request is lost."""
@@ -74,7 +86,7 @@ ENOUGH = 12
 """Samples of a process that its slope of memory takes."""
 
 FLAGS = [
-    *parity.COMMON, *parity.OUTRIDER, *parity.DETERMINISTIC,
+    *parity.COMMON, *parity.OUTRIDER, "--attention-backend", "outrider",
     *("--speculative-draft-model-path", str(TINY / "draft"), "--speculative-num-steps", "4"),
     *("--max-total-tokens", "1600", "--max-running-requests", "96", "--enable-metrics"),
     *("--schedule-conservativeness", "0.05", "--chunked-prefill-size", "256"),
@@ -90,6 +102,8 @@ class State:
     plain: of each distinct request, what its answer has to be
     number: the next request
     counts: requests, by what became of them
+    pieces_asked: the same, by the kind of server that was asked
+    drafted, accepted: draft tokens, by drafter, as the server counts
     troubles: how often each has been
     fallbacks: requests of steps that went without drafts, by reason, as the server counts
     foreseen: what the draft server had, as the server counts
@@ -107,6 +121,8 @@ class State:
     counts: Counter[str] = field(default_factory=Counter)
     troubles: Counter[str] = field(default_factory=Counter)
     drafters: Counter[str] = field(default_factory=Counter)
+    pieces_asked: Counter[str] = field(default_factory=Counter)
+    drafted: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     foreseen: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)
@@ -115,9 +131,9 @@ class State:
     broken: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def setup(self) -> str:
-        """The drafters that the next request chooses from."""
-        return [*SETUPS][self.number // PIECE % len(SETUPS)]
+    def piece(self) -> Piece:
+        """How the server of the next request runs."""
+        return PIECES[self.number // PIECE % len(PIECES)]
 
     @staticmethod
     def load(file: Path, seed: int | None = None) -> State:
@@ -149,7 +165,9 @@ class Soak:
         self, server: Server, drafts: DraftProcess, folder: Path, state: State, distinct: int
     ) -> None:
         self.server, self.drafts, self.folder, self.state = server, drafts, folder, state
-        self.wishes, self._setup = distinct_requests(distinct, state.seed), state.setup
+        self.wishes, self._piece = distinct_requests(distinct, state.seed), state.piece
+        self._texts: list[list[int]] = []
+        self._turns: list[conversations.Turn] = []
         self._choices: dict[str, list[int]] = {}
         self.troubles: asyncio.Queue[str] = asyncio.Queue()
         self.session: aiohttp.ClientSession
@@ -173,6 +191,10 @@ class Soak:
                 )
                 await self.rest()
                 tick()
+            for text in conversations.TEXTS:
+                prompt = {"prompt": conversations.SHARED + text, "model": "default"}
+                tokens = (await self.ask("/v1/tokenize", prompt))["tokens"]
+                self._texts.append([*tokens, *(await self._turn(tokens, 100, "none")).answer])
             troubling = asyncio.create_task(self._trouble())
             while not over():
                 started = time.monotonic()
@@ -197,12 +219,20 @@ class Soak:
                 while len(running) >= level:
                     _, running = await asyncio.wait(running, return_when="FIRST_COMPLETED")
                 running.add(asyncio.create_task(self._one(self.state.number)))
-                self.state.number += 1
-                turn, is_due = divmod(self.state.number, TROUBLE_EVERY)
-                if not is_due:
-                    self.troubles.put_nowait(names[turn % len(names)])
+                self._count_up(1, names)
+                if self.state.number % 8 == 0:  # as many again and a half, four at a time
+                    running.add(asyncio.create_task(self._converse(self.state.number)))
+                    self._count_up(TURNS, names)
         await asyncio.gather(*running)
         await self.troubles.join()
+        await self._compare_turns()
+
+    def _count_up(self, count: int, troubles: Sequence[str]) -> None:
+        """Count requests, and cause a trouble now and then."""
+        turn, more = divmod(self.state.number, TROUBLE_EVERY)
+        self.state.number += count
+        if more + count >= TROUBLE_EVERY:
+            self.troubles.put_nowait(troubles[(turn + 1) % len(troubles)])
 
     async def _trouble(self) -> None:
         while True:
@@ -219,14 +249,14 @@ class Soak:
     async def _one(self, number: int) -> None:
         """Ask request `number` in its manner, and count what became of it."""
         rng = random.Random(f"{self.state.seed}/{number}")
-        drafter = drafter_of(self.state.seed, number, self._setup)
+        drafter = drafter_of(self.state.seed, number, self._piece.setup)
         if drafter not in self._choices:
-            self._choices[drafter] = choices(self.wishes, drafter, self._setup)
+            self._choices[drafter] = choices(self.wishes, drafter, self._piece)
         index = rng.choice(self._choices[drafter])
         (manner,) = rng.choices(list(MANNERS), list(MANNERS.values()))
         wish, name = self.wishes[index], f"{self.wishes[index].kind}/{self.wishes[index].form}"
         path, body = with_options(wish, drafter=drafter)
-        self.state.counts["asked"] += 1
+        self._asked(1)
         try:
             if manner == "malformed":
                 self.state.counts[await self._malformed(rng.choice(MALFORMED))] += 1
@@ -249,8 +279,59 @@ class Soak:
         self.state.counts["compared"] += 1
         self.state.drafters[drafter] += 1
         self.state.tokens += num_tokens(answer)
-        if (differs := difference(wish, answer, self.state.plain[index])) is not None:
+        differs = difference(wish, answer, self.state.plain[index], self._piece.exact)
+        if differs is not None:
             self._note("wrong", number, name, drafter, differs)
+
+    def _asked(self, count: int) -> None:
+        self.state.counts["asked"] += count
+        piece = self._piece
+        mode = "deterministic" if piece.exact else "default"
+        self.state.pieces_asked[f"{mode}{', sanitizer' if piece.sanitize else ''}"] += count
+
+    # -- conversations
+
+    async def _converse(self, number: int) -> None:
+        """Ask A, A + answer + more, and A again."""
+        rng = random.Random(f"{self.state.seed}/{number}/turns")
+        drafter = drafter_of(self.state.seed, number, self._piece.setup)
+        self._asked(TURNS)
+        try:
+            context = rng.choice(self._texts)[: rng.randrange(20, 60)]
+            first = await self._turn(context, rng.randrange(4, 24), drafter)
+            turns = [first]
+            for _ in range(TURNS - 2):
+                more = rng.sample(range(20, 256), 3)
+                context = [*context, *turns[-1].answer, *more]
+                turns.append(await self._turn(context, rng.randrange(4, 24), drafter))
+            turns.append(await self._turn(first.context, first.most, drafter))
+        except Exception as error:
+            self._note("lost", number, "conversation", drafter, repr(error))
+            return
+        self.state.counts["turns"] += len(turns)
+        self._turns += turns
+
+    async def _turn(self, context: Sequence[int], most: int, drafter: str) -> conversations.Turn:
+        body = conversations.body(context, most, {"drafter": drafter})
+        answer = await self.ask("/generate", body)
+        return conversations.Turn(context, most, answer["output_ids"])
+
+    async def _compare_turns(self) -> None:
+        """Compare the turns of a round with plain decoding's, from an empty cache."""
+        if self._turns:
+            await self.rest()
+        limit = asyncio.Semaphore(16)
+
+        async def compare(turn: conversations.Turn) -> None:
+            async with limit:
+                plain = await self._turn(turn.context, turn.most, "none")
+            self.state.counts["compared"] += 1
+            self.state.tokens += len(turn.answer)
+            if list(plain.answer) != list(turn.answer):
+                self._note("wrong", self.state.number, "conversation", turn.answer, plain.answer)
+
+        await asyncio.gather(*(compare(turn) for turn in self._turns))
+        self._turns = []
 
     async def ask(self, path: str, body: dict[str, Any]) -> Any:
         """Return the answer; a stream's is put together from its pieces."""
@@ -331,6 +412,7 @@ class Soak:
             ("reason", self.state.fallbacks, "fallbacks"),
             ("found", self.state.foreseen, "foreseen"),
             ("drafter", self.state.accepted, "accepted_draft_tokens"),
+            ("drafter", self.state.drafted, "draft_tokens"),
         ):
             for key, value in metrics.items():
                 if key.startswith(f"outrider:{name}_total{{"):
@@ -342,22 +424,24 @@ class Soak:
 
 @contextmanager
 def started(
-    folder: Path, setup: str, start: Callable[..., Server]
+    folder: Path, piece: Piece, start: Callable[..., Server]
 ) -> Iterator[tuple[Server, DraftProcess]]:
-    """Start a draft server, and a server with all drafters of a setup.
+    """Start a draft server, and a server with all drafters of a piece.
 
     start: takes a model, flags and environment
     """
     drafts = DraftProcess(folder / "draft.sock")
-    drafters = {**parity.DRAFTERS, **SETUPS[setup], **{name: {} for name in BROKEN}}
+    drafters = {**parity.DRAFTERS, **SETUPS[piece.setup], **{name: {} for name in BROKEN}}
     drafters["ahead"] = {"socket": str(drafts.socket), "wait": 0.02}
     drafters["adaptive"] = {"ahead": str(drafts.socket)}
-    environment = parity.profile(folder, drafters, max_drafts=4, draft_timeout=0.5)
+    options = {"max_drafts": 4, "draft_timeout": 0.5, "sanitize": piece.sanitize}
+    environment = parity.profile(folder, drafters, **options)
+    mode = parity.DETERMINISTIC if piece.exact else []
     for name in ("fault", "clock"):
         (folder / name).write_text("")
         environment[f"OUTRIDER_TEST_{name.upper()}"] = str(folder / name)
     try:
-        with start(TINY / "target", *FLAGS, **environment) as server:
+        with start(TINY / "target", *FLAGS, *mode, **environment) as server:
             yield server, drafts
     finally:
         drafts.stop()
@@ -414,7 +498,10 @@ def summary(states: Sequence[State]) -> dict[str, Any]:
         "minutes": round(state.seconds / 60, 1),
         "retractions": state.retractions,
         "clients": {name: counts[name] for name in ("hung up", "timed out", "refused")},
+        "conversation_turns": counts["turns"],
+        "requests_by_server": dict(state.pieces_asked),
         "compared_by_drafter": dict(state.drafters),
+        "drafts": dict(state.drafted),
         "accepted_drafts": dict(state.accepted),
         "device_steps": state.device_steps,
         "troubles": dict(state.troubles),
@@ -435,10 +522,10 @@ def soak_piece(
     def start(model: Path, *flags: str, **environment: str) -> Server:
         return Server(model, *flags, log=folder / "server.log", **environment)
 
-    with started(folder, state.setup, start) as (server, drafts):
+    with started(folder, state.piece, start) as (server, drafts):
         soak = Soak(server, drafts, folder, state, distinct)
         try:
-            levels = LEVELS[state.setup]
+            levels = LEVELS[state.piece.setup]
             asyncio.run(soak.run(levels, lambda: state.number >= last or over(), tick))
         finally:
             with suppress(Exception):  # it may have crashed
@@ -447,7 +534,7 @@ def soak_piece(
 
 
 def main() -> None:
-    """Soak, and write benchmarks/results/soak_sglang.json."""
+    """Soak, and write benchmarks/results/soak_sglang.json, or that of SGLang 0.5.11."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--state", type=Path, required=True, help="what was found so far")
     parser.add_argument("--requests", type=int, default=100_000, help="in all")
@@ -482,7 +569,8 @@ def main() -> None:
             soak_piece(state, args.distinct, over, tick)
     found = summary([state, *also])
     print(json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=2))
-    write("soak_sglang", {"provenance": made, **found}, args.out)
+    topic = "soak_sglang_0_5_11" if sglang.__version__ == "0.5.11" else "soak_sglang"
+    write(topic, {"provenance": made, "sglang": sglang.__version__, **found}, args.out)
     if found["wrong"] or found["lost"] or found["leaked_slots"] or found["troubles_failed"]:
         sys.exit("wrong, lost or leaked")
 

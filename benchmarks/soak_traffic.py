@@ -6,6 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,30 @@ SETUPS: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Drafters that a server has beside those that all have. The device does not draft beside heads."""
 
+
+@dataclass(frozen=True)
+class Piece:
+    """How one server of a soak runs, until it has answered its share.
+
+    setup: its drafters, of SETUPS
+    exact: whether it is deterministic; else only greedy requests are asked, and logprobs may differ
+        by rounding
+    sanitize: whether it checks each KV slot that it reads
+    """
+
+    setup: str
+    exact: bool
+    sanitize: bool
+
+
+PIECES = (
+    Piece("heads", exact=True, sanitize=True),
+    Piece("device", exact=False, sanitize=False),
+    Piece("device", exact=True, sanitize=False),
+    Piece("heads", exact=False, sanitize=True),
+)
+"""Servers follow one another in this order."""
+
 LEVELS = {"heads": (1, 4, 16, 64, 256), "device": (1, 4, 16, 32)}
 """How many requests are asked at once. A round has four times as many of each. The device drafts
 for 32 at most."""
@@ -37,8 +62,14 @@ for 32 at most."""
 CROWD = 96
 """Requests in a row that may have to share a drafter."""
 
+ROUNDING = 1e-4
+"""How far logprobs may differ where batches of other shapes are rounded otherwise."""
+
 MAX_TOKENS = 10
 """Of an answer. Parity tests have longer ones; here many requests come and go."""
+
+SAMPLED = {*workload.SEEDED, *workload.FILTERED, "json_schema, sampled"}
+"""Kinds of requests that draw tokens: another batch has other coins unless it is deterministic."""
 
 LOOKING_BACK = ("json_schema", "regex", "ebnf")
 
@@ -79,10 +110,19 @@ def is_simple(wish: workload.Wish) -> bool:
     )
 
 
-def choices(wishes: Sequence[workload.Wish], drafter: str, setup: str) -> list[int]:
+def choices(wishes: Sequence[workload.Wish], drafter: str, piece: Piece) -> list[int]:
     """Return which requests may have this drafter: where the device may draft, it has to."""
-    may_draft = setup == "device" and drafter in ("device", "adaptive")
-    return [i for i, wish in enumerate(wishes) if is_simple(wish) or not may_draft]
+    may_draft = piece.setup == "device" and drafter in ("device", "adaptive")
+    return [
+        i
+        for i, wish in enumerate(wishes)
+        if (is_simple(wish) or not may_draft) and (piece.exact or is_greedy(wish))
+    ]
+
+
+def is_greedy(wish: workload.Wish) -> bool:
+    """Say whether the target's most likely tokens are the answer: nothing is drawn."""
+    return wish.kind not in SAMPLED
 
 
 def with_options(wish: workload.Wish, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -112,8 +152,11 @@ def _masked(value: Any) -> bool:
     return isinstance(value, float) and value < -1e38
 
 
-def difference(wish: workload.Wish, answer: Any, plain: Any) -> Any:
-    """Return how an answer differs from plain decoding's: in ids, text, end, counts or logprobs."""
+def difference(wish: workload.Wish, answer: Any, plain: Any, exact: bool = True) -> Any:
+    """Return how an answer differs from plain decoding's: in ids, text, end, counts or logprobs.
+
+    exact: whether logprobs must be equal to the last bit
+    """
     found = essentials(answer)
     if found["essence"] != plain["essence"]:
         return found["essence"], plain["essence"]
@@ -123,6 +166,8 @@ def difference(wish: workload.Wish, answer: Any, plain: Any) -> Any:
         gap = float("inf")
     # SGLang adds several penalties in another order in each process
     within = 1e-5 if "additive" in wish.kind else 0.0
+    if not exact:
+        within = ROUNDING
     return None if gap <= within else (gap, found["logprobs"], plain["logprobs"])
 
 

@@ -35,15 +35,19 @@ class Turn:
     answer: Sequence[int]
 
 
-def generate(
-    server: Server, tokens: Sequence[int], most: int, options: Options, **body: object
-) -> dict:
-    """Ask for so many tokens after these, greedily. options: Outrider's, if it is asked"""
+def body(tokens: Sequence[int], most: int, options: Options) -> dict:
+    """Return a greedy request for so many tokens after these."""
     params: dict = {"temperature": 0, "max_new_tokens": most, "ignore_eos": True}
     if options is not None:
         params["custom_params"] = {"outrider": options}
-    asked = {"input_ids": list(tokens), "sampling_params": params, **body}
-    return server.ask("/generate", asked)
+    return {"input_ids": list(tokens), "sampling_params": params}
+
+
+def generate(
+    server: Server, tokens: Sequence[int], most: int, options: Options, **more: object
+) -> dict:
+    """Return the answer to such a request."""
+    return server.ask("/generate", body(tokens, most, options) | more)
 
 
 def tokens_of(server: Server, text: str, count: int) -> list[int]:

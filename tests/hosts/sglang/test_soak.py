@@ -14,7 +14,7 @@ import soak_traffic
 import soak_troubles
 from soak_sglang import Soak, State
 
-DISTINCT, SETUP = 80, State(seed=0).setup
+DISTINCT, PIECE = 80, State(seed=0).piece
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def soak(launch, tmp_path_factory):
         return launch("soak", model, *flags, **environment, OUTRIDER_TEST_RULE=rule)
 
     patched = pytest.MonkeyPatch.context()
-    with soak_sglang.started(folder, SETUP, start) as (server, drafts), patched as m:
+    with soak_sglang.started(folder, PIECE, start) as (server, drafts), patched as m:
         m.setattr(soak_sglang, "TROUBLE_EVERY", 12)
         m.setattr(soak_troubles, "SECONDS", 0.3)
         m.setattr(soak_traffic, "MAX_TOKENS", 16)
@@ -52,6 +52,7 @@ def found(soak):
 def test_no_answer_is_wrong_or_lost(found):
     assert found.broken == []
     assert found.counts["compared"] > 120
+    assert found.counts["turns"] > 40
     assert not any(sample["used_slots"] for sample in found.samples)
     assert set(found.troubles) == set(soak_troubles.TROUBLES)
     assert min(found.counts[name] for name in ("hung up", "timed out", "refused")) > 0

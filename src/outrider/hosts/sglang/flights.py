@@ -173,7 +173,6 @@ class NextDraft(SpecInput):
         self.main = torch.get_device_module(batch.device).current_stream()
         self.room = self.reserve.take(batch)
         for req in batch.reqs:
-            host().cache_of(req).kv_committed_len += host().claims_ahead
             req.decode_batch_idx += 1
 
 

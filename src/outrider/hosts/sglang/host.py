@@ -23,7 +23,6 @@ class Host(ABC):
 
     contract: what we rely on in it
     accepted: the field of a request that counts its accepted drafts
-    claims_ahead: how many tokens of a step count as cached before it ran
     caches: classes of prefix caches: texts enter by their `insert`
     prefix_lens, extend_lens: the fields of a prefill batch: what of each request is cached, and how
         many tokens of it are read
@@ -31,7 +30,6 @@ class Host(ABC):
 
     contract: ModuleType
     accepted: str
-    claims_ahead: int
     caches: tuple[str, ...]
     prefix_lens: str
     extend_lens: str

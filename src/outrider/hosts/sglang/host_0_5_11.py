@@ -97,7 +97,6 @@ class Sglang0511(Host):
 
     contract = contract
     accepted = "spec_accepted_drafts"
-    claims_ahead = 1
     caches = ("mem_cache.radix_cache.RadixCache",)
     prefix_lens, extend_lens = "extend_prefix_lens", "extend_seq_lens"
 

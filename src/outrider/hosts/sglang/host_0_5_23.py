@@ -28,7 +28,6 @@ class Sglang0523(Host):
 
     contract = contract
     accepted = "spec_num_correct_drafts"
-    claims_ahead = 0
     caches = ("mem_cache.radix_cache.RadixCache", "mem_cache.unified_radix_cache.UnifiedRadixCache")
     prefix_lens, extend_lens = "prefix_lens", "extend_lens"
 

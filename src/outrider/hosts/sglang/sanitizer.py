@@ -205,6 +205,8 @@ class Sanitizer:
 
     def _check_rows(self, shadow: Shadow, line: Ints, rows: Rows, start: int) -> None:
         text, first = self._texts[rows.line], int(rows.positions[0])
+        if text.req.finished():
+            return  # its slots are free or the prefix cache's, and its rows are discarded
         reader = f"a row of request {text.req.rid} at position {first} in pass {self._num_passes}"
         known, before = text.hashes(), line[start:first]
         is_draft, most = shadow.what != TARGET, max(0, len(known) - start)

@@ -704,11 +704,7 @@ class OutriderWorker:
         gone = [req.finished() or req.is_retracted for req in reqs]
         for r, (req, left) in enumerate(zip(reqs, gone, strict=True)):
             if not left:
-                cache, request = here.cache_of(req), flight.requests[r]
-                cache.kv_committed_len += int(outcomes.num_tokens[r]) - here.claims_ahead
-                if request.finish_reason is not None:
-                    # a later step may have claimed a slot for the last token: none will fill it
-                    cache.kv_committed_len = request.length - 1
+                here.cache_of(req).kv_committed_len += int(outcomes.num_tokens[r])
                 drafts, accepted = outcomes.num_drafts[r], outcomes.num_accepted_drafts[r]
                 count_step(req, int(drafts), int(accepted))
         if flight.columns.explain:
