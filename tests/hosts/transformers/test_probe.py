@@ -42,7 +42,10 @@ def encoder():
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 DIFFERENT = {
-    "two attentions in a layer": (lambda: tiny("DiffLlama"), "more than once in layer 0"),
+    "two attentions in a layer": (
+        lambda: tiny("DiffLlama"),
+        "more than once in layer 0|no AttentionInterface",
+    ),
     "a mask made of the tokens": (lambda: tiny("Doge"), "layer 0: .* differ"),
     "a window in the mask": (
         lambda: tiny("Phimoe", **EXPERTS, sliding_window=8),
