@@ -69,6 +69,12 @@ def test_rejected_at_once():
         ({"stop_token_ids": (3,)}, (3,), FinishReason.STOP),
         ({"max_tokens": 3, "ignore_eos": True}, (3, EOS, 4), FinishReason.LENGTH),
         ({"max_tokens": 4, "ignore_eos": True}, (3, EOS, 4, 5), FinishReason.LENGTH),
+        ({"ends": lambda output: output[-1] == 3}, (3,), FinishReason.STOP),
+        (
+            {"ends": lambda output: len(output) == 2, "ignore_eos": True},
+            (3, EOS),
+            FinishReason.STOP,
+        ),
         ({"stop": "ve", "ignore_eos": True}, (3, EOS, 4), FinishReason.STOP),  # 99 is a v
         ({"stop": ["xyz", "e"], "ignore_eos": True}, (3, EOS, 4), FinishReason.STOP),
     ],

@@ -278,3 +278,19 @@ def test_an_infinite_logit():
                 p.check([0])
         else:
             p.check([0])
+
+
+def test_a_function_of_the_request_changes_the_logits_of_each_row_after_its_own_path():
+    asked = []
+
+    def process(output, values):
+        asked.append(tuple(output))
+        return values + len(output)
+
+    requests = [request(0, output=(4,), process=process), request(1)]
+    proposal = Proposal.of([chain([5, 6]), chain([])])
+    values = logits(proposal.num_rows)
+    found = distribution(requests, proposal, values).logits
+    assert asked == [(4,), (4, 5), (4, 5, 6)]
+    changed = values + torch.tensor([1.0, 2.0, 3.0, 0.0])[:, None]
+    assert torch.equal(found, changed)

@@ -94,7 +94,7 @@ def p_value(model, drafter, rule, **sampling):
     return stats.chisquare(seen, hoped, sum_check=False).pvalue
 
 
-PENALTY = {"repetition_penalty": 1.5, "frequency_penalty": 0.8, "presence_penalty": 0.4}
+PENALTY = {"repetition_penalty": 1.5, "frequency_penalty": 1.8, "presence_penalty": 0.4}
 CUT = {"temperature": 1.6, "min_p": 0.3, "top_p": 0.95}
 CASES = [
     ("tree", "match", PENALTY),
