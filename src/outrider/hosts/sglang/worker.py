@@ -1,9 +1,9 @@
 """The loop under SGLang's overlap scheduler (spec v2): a step is launched before the last is known.
 
 SGLang launches step t + 1, then takes in what step t emitted, then schedules step t + 2, all while
-the device works. So the worker changes no request: it reads what a step emitted once, where that is
-needed first, decides (`settle`), and tells the scheduler when it asks (`resolve`). Who needs it
-first?
+the device works. So the worker does not append to SGLang's requests; it changes what they hold of
+the KV pool, and counts. It reads what a step emitted once, where that is needed first, decides
+(`settle`), and tells the scheduler when it asks (`resolve`). It is needed first by:
 
 * A step that looks for drafts: it reads before its launch, and the device waits for what lies
   between: decide, look, lay the rows out. Everything else is off its path.
@@ -11,8 +11,8 @@ first?
   last token, and the host knows the lengths. It is launched as bare SGLang launches its own. The
   scheduler reads later, and what was emitted is learnt then.
 
-Slots are reserved ahead, two steps' worth for each request, as SGLang does for its own algorithms;
-rejected ones stay where they are, and the next step writes over them.
+Slots are reserved ahead, two steps' worth for each request while the pool has them (`reserve`), as
+SGLang does for its own algorithms. The next step writes over the slots of rejected drafts.
 """
 
 from __future__ import annotations
