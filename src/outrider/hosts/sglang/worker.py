@@ -167,7 +167,7 @@ class OutriderWorker:
             self._head_steps = {
                 name: HeadSteps(name, head, table, vocab_size, self._coins)
                 for name, head in heads.items()
-                # it reads all that the target may emit: nobody on the host looks before
+                # it reads all that the target may emit, which the CPU has not checked
                 if isinstance(head, SglangHead) and head.vocab_size >= vocab_size
             }
             self._drafters.add_to_device(self._head_steps)
@@ -368,10 +368,10 @@ class OutriderWorker:
         return self._run(flight, rows, following)
 
     def _gather(self, batch: Any, draft: NextDraft) -> tuple[ActiveRequests, Sequence[LiveRequest]]:
-        """Return who has rows in the next step, and all requests of the batch.
+        """Return the requests that have rows in the next step, and all of the batch.
 
-        Nothing is in flight. Who has ended has no row: the scheduler does not know it yet. (If
-        everyone has, all have one, and nobody sees what becomes of it.)
+        Nothing is in flight. Finished requests, of which the scheduler does not know yet, get no
+        row. If all have finished, each keeps one, and the results are discarded.
         """
         requests = self._requests.update(batch.reqs, self._first)
         self._requests.complete(requests, self._first)
