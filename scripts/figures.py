@@ -394,7 +394,7 @@ def compatibility() -> Iterator[Row]:
     yield ["Python", pythons[1].strip().replace(" ", ", "), "the wheel", "`versions`"]
     yield ["", "3.11", "everything else", "all"]
     yield ["torch", pin("torch", "ci"), "everything", "all"]
-    parity = "servers beside bare SGLang: parity, requests, faults, parallelism"
+    parity = "servers beside bare SGLang: parity, requests, later turns, faults, parallelism"
     for package, name, file, what, stages in (
         ("transformers", "Transformers", "ci", "all tests of the host", "`fast`, `models`"),
         ("transformers", "", "transformers-lowest", "generation, README's example", "`versions`"),
@@ -403,7 +403,7 @@ def compatibility() -> Iterator[Row]:
             "sglang",
             "",
             "sglang-cpu",
-            "parity, requests, kernels, memory, metrics, tools",
+            "parity, requests, later turns, kernels, memory, metrics, tools",
             "`sglang`",
         ),
         ("sglang", "", "sglang18-cpu", "OUTRIDER is refused, bare is unchanged", "`sglang23`"),
