@@ -25,8 +25,8 @@ __all__ = ["Comparison", "Divergence", "Tolerance", "Verdict", "compare", "depar
 Verdict = Literal["numerical tie", "wrong", "unknown"]
 
 LEAST, MOST = 0.05, 0.5
-"""Between these a tolerance is read from the noise. Below the first a margin means nothing to
-anybody; noise beyond the second is not rounding, and shall not excuse what it causes."""
+"""Between these a tolerance is derived from the noise. Below the first: noise. Above the second:
+not rounding."""
 
 FACTOR = 2.0
 """How far beyond the largest noise seen on agreeing tokens a tie may lie."""

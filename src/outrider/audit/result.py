@@ -31,7 +31,7 @@ THIN = "Not enough evidence"
 EXIT_CODES = {SAME: Exit.GOOD, TIES: Exit.GOOD, CHANGED: Exit.FINDING}
 
 MIN_PROMPTS, MIN_TOKENS = 5, 115
-"""Without so many compared, no difference means nothing. With 115 tokens a fault that changes one
+"""The fewest compared prompts and tokens for a verdict. With 115 tokens a fault that changes one
 token in 50 shows in 9 of 10 audits."""
 
 Answers = dict[int, Answer]

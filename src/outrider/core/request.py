@@ -20,7 +20,7 @@ class FinishReason(str, Enum):
 
 @dataclass
 class Request:
-    """One sequence being decoded. Only `extend`, with what `settle` decided, changes it.
+    """One sequence being decoded. `extend` changes it, by what `settle` decided; drafters must not.
 
     id: unique among the requests that a drafter knows
     prompt: token ids

@@ -1,7 +1,7 @@
 """Faults of others that were read in their source or seen while comparing: data, no more.
 
-Nothing stands here that was not read or seen. An entry says to which versions and devices it
-applies, as a predicate on the facts found.
+Every entry was reproduced, or read in the source. It says to which versions and devices it applies,
+as a predicate on the facts found.
 """
 
 from __future__ import annotations

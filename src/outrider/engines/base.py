@@ -178,9 +178,9 @@ class Engine(Protocol):
         heard: Heard | None = None,
         refused: OnRefused | None = None,
     ) -> list[Answer]:
-        """Return the answers, in order. The first refusal is raised, if nobody is told of it.
+        """Return the answers, in order. Without `refused`, the first refusal is raised.
 
-        concurrency: at most so many queries are open at once
+        concurrency: the most queries that are open at once
         stream: whether answers come in pieces, so that `arrivals` says when
         rate: queries a second, at random (a Poisson process of fixed seed); None sends as many as
             may be open

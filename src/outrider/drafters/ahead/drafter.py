@@ -1,4 +1,4 @@
-"""Drafts from a draft server: what it has grown so far is taken, and nobody waits for a pass.
+"""Drafts from a draft server: a step takes what has grown so far, and waits for no pass.
 
 The host tells the server what was emitted, and finds in the socket what was added to trees. If the
 server dies, hangs or talks nonsense, there are no drafts until it is back: a connection is tried

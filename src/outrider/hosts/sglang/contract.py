@@ -1,8 +1,8 @@
 """Whether this SGLang is one that we know.
 
 A contract lists what we rely on in one version: every name, with the parameters it must take. It is
-checked when OUTRIDER is chosen. If SGLang changed, the server stops and says what changed: a guest
-that no longer knows the house stays outside. Another version gets a file of its own.
+checked when OUTRIDER is chosen. If SGLang has changed, the server stops and says what changed. Each
+version has a file of its own.
 """
 
 from __future__ import annotations

@@ -62,13 +62,13 @@ class Flight:
 
     @property
     def on_device(self) -> str:
-        """Who drafts on the device; "" if nobody does."""
+        """The name of what drafts on the device; "" if there are no such drafts."""
         if self.widths is None:
             return ""
         return DEVICE if self.head is None else self.head.name
 
     def drop_ended(self) -> None:
-        """Take out who ended before this step: what it emits for them is seen by nobody."""
+        """Drop requests that ended before this step: what it emits for them is discarded."""
         alive = [r for r, q in enumerate(self.requests) if q.finish_reason is None]
         if len(alive) == len(self.requests):
             return

@@ -1,8 +1,10 @@
 """The hooks that every version of SGLang gets, at a place that its contract names.
 
 They are laid whenever the package is installed, because SGLang loads plugins before it reads its
-arguments. Each looks first whether OUTRIDER was chosen, and is SGLang's own code if not.
-AROUND gets the original first, AFTER its result.
+arguments. Each calls SGLang's own code unless OUTRIDER was chosen, with three exceptions on CPU:
+`murmur_hash32` always replaces a Triton kernel that cannot run there; `support_triton` and
+`batch_invariant_mode` serve the attention backend `outrider` with any algorithm. An AROUND hook
+gets the original first, an AFTER hook its result.
 """
 
 from __future__ import annotations

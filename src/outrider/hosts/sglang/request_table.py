@@ -246,7 +246,7 @@ class RequestTable:
     def _draft_sampling(self, params: Any) -> SamplingParams:
         """Return the sampling parameters by which a draft model drafts; nothing is emitted by them.
 
-        Without seeds nobody knows the coin that the host will toss: the most likely token is the
+        Without seeds the coin that SGLang will toss is not known: the most likely token is the
         best guess then.
         """
         most = max(1, params.max_new_tokens or 1)

@@ -1,9 +1,9 @@
 """The loop under SGLang's overlap scheduler (spec v2): a step is launched before the last is known.
 
 SGLang launches step t + 1, then takes in what step t emitted, then schedules step t + 2, all while
-the device works. So the worker changes no request: it reads what a step emitted once, where that is
-needed first, decides (`settle`), and tells the scheduler when it asks (`resolve`). Who needs it
-first?
+the device works. So the worker does not append to SGLang's requests; it changes what they hold of
+the KV pool, and counts. It reads what a step emitted once, where that is needed first, decides
+(`settle`), and tells the scheduler when it asks (`resolve`). It is needed first by:
 
 * A step that looks for drafts: it reads before its launch, and the device waits for what lies
   between: decide, look, lay the rows out. Everything else is off its path.
@@ -11,8 +11,8 @@ first?
   last token, and the host knows the lengths. It is launched as bare SGLang launches its own. The
   scheduler reads later, and what was emitted is learnt then.
 
-Slots are reserved ahead, two steps' worth for each request, as SGLang does for its own algorithms;
-rejected ones stay where they are, and the next step writes over them.
+Slots are reserved ahead, two steps' worth for each request while the pool has them (`reserve`), as
+SGLang does for its own algorithms. The next step writes over the slots of rejected drafts.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class OutriderWorker:
             self._head_steps = {
                 name: HeadSteps(name, head, table, vocab_size, self._coins)
                 for name, head in heads.items()
-                # it reads all that the target may emit: nobody on the host looks before
+                # it reads all that the target may emit, which the CPU has not checked
                 if isinstance(head, SglangHead) and head.vocab_size >= vocab_size
             }
             self._drafters.add_to_device(self._head_steps)
@@ -368,10 +368,10 @@ class OutriderWorker:
         return self._run(flight, rows, following)
 
     def _gather(self, batch: Any, draft: NextDraft) -> tuple[ActiveRequests, Sequence[LiveRequest]]:
-        """Return who has rows in the next step, and all requests of the batch.
+        """Return the requests that have rows in the next step, and all of the batch.
 
-        Nothing is in flight. Who has ended has no row: the scheduler does not know it yet. (If
-        everyone has, all have one, and nobody sees what becomes of it.)
+        Nothing is in flight. Finished requests, of which the scheduler does not know yet, get no
+        row. If all have finished, each keeps one, and the results are discarded.
         """
         requests = self._requests.update(batch.reqs, self._first)
         self._requests.complete(requests, self._first)
