@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.hosts.sglang import sanitizer
+from outrider.hosts.sglang import pass_rows, sanitizer
 from outrider.hosts.sglang.shadow import Shadow, Violation, Write, text_hashes
 
 tokens = st.lists(st.integers(0, 151_935), max_size=20)
@@ -94,7 +94,7 @@ def test_slots_are_given_once_and_freed_once():
 
 
 def test_rows_of_a_tree_have_the_names_of_their_paths():
-    rows = sanitizer.split_rows(
+    rows = pass_rows.split_rows(
         *(np.array(x) for x in ([3] * 4, [7, 8, 9, 10], [2, 3, 3, 4], [11, 12, 13, 14], [4])),
         parents=[-1, 0, 0, 2],
     )
@@ -107,7 +107,7 @@ def test_rows_of_a_tree_have_the_names_of_their_paths():
 
 def test_rows_in_padding_are_not_checked():
     columns = [np.array(x) for x in ([3, 3, 4], [7, 8, 9], [5, 6, 2], [11, 0, 0], [2, 1])]
-    (only,) = sanitizer.split_rows(*columns)
+    (only,) = pass_rows.split_rows(*columns)
     assert (only.line, only.slots.tolist()) == (3, [11])
 
 
@@ -127,3 +127,10 @@ def test_a_text_grows_with_its_request():
     assert (text.hashes() == text_hashes([1, 2, 3, 4, 5])).all()
     req.output_ids = [6]
     assert len(text.hashes()) == 3, "a request that starts over is read again"
+
+
+def test_other_algorithms_are_refused():
+    with pytest.raises(SystemExit, match="sanitize with --speculative-algorithm EAGLE"):
+        sanitizer._check_algorithm(SimpleNamespace(speculative_algorithm="EAGLE"))
+    for ours in ("outrider", None):
+        sanitizer._check_algorithm(SimpleNamespace(speculative_algorithm=ours))

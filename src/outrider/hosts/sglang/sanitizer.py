@@ -20,16 +20,17 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
 import numpy as np
 
 from outrider.core import Ints, Unsupported
+from outrider.hosts.sglang.hooks import NAME, is_chosen
 from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.pass_rows import Rows, ints, rows_of, split_rows
 from outrider.hosts.sglang.profile import load_profile
 from outrider.hosts.sglang.shadow import Hashes, Shadow, Violation, Write, terms, text_hashes
 
@@ -86,22 +87,6 @@ class Text:
         return self._hashes
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """The rows of one request in a pass.
-
-    line: the request's row in the table of slots
-    tokens, positions, slots: [n]
-    parents: [n] the row whose token each row's follows, among these; -1 for the first
-    """
-
-    line: int
-    tokens: Ints
-    positions: Ints
-    slots: Ints
-    parents: Ints
-
-
 class Sanitizer:
     """Checks all passes of a process over its pool of slots. It begins with the first pass."""
 
@@ -133,8 +118,9 @@ class Sanitizer:
         with stopping():
             if self._allocator is None:
                 runner = worker.model_runner
+                _check_algorithm(host().arguments(runner.server_args))
                 self._begin(runner.token_to_kv_pool_allocator, runner.req_to_token_pool)
-            for line, req in zip(_ints(batch.req_pool_indices).tolist(), batch.reqs, strict=False):
+            for line, req in zip(ints(batch.req_pool_indices).tolist(), batch.reqs, strict=False):
                 if line not in self._texts or self._texts[line].req is not req:
                     self._texts[line] = Text(req)
                     self._bases.add(int(self._texts[line].base))
@@ -161,16 +147,14 @@ class Sanitizer:
         self, name: str, lines: Any, tokens: Any, positions: Any, slots: Any, counts: Ints
     ) -> None:
         """Check a pass of a head. The first token of a text is no pair: it has no row."""
-        rows = split_rows(
-            _ints(lines), _ints(tokens), _ints(positions), _ints(slots), counts, start=1
-        )
+        rows = split_rows(ints(lines), ints(tokens), ints(positions), ints(slots), counts, start=1)
         with stopping():
             self._check(f"head {name}", rows, start=1)
 
     def _insert(self, cache: Any, params: Any) -> None:
         if cache.token_to_kv_pool_allocator is not self._allocator or params.value is None:
             return
-        slots = _ints(params.value)[: len(params.key)]
+        slots = ints(params.value)[: len(params.key)]
         with stopping():
             shadow, names = self._shadow(TARGET), text_hashes(params.key.token_ids[: len(slots)])
             base = shadow.names(slots[:1]) - names[:1]  # the hash of an adapter, if it is one
@@ -181,7 +165,7 @@ class Sanitizer:
     def _begin(self, allocator: Any, table: Any) -> None:
         self._allocator, self._table = allocator, table.req_to_token
         taken = np.ones(allocator.size + allocator.page_size, np.bool_)
-        pages = np.concatenate([_ints(allocator.free_pages), _ints(allocator.release_pages)])
+        pages = np.concatenate([ints(allocator.free_pages), ints(allocator.release_pages)])
         size = allocator.page_size
         taken[(pages[:, None] * size + np.arange(size)).ravel()] = False
         self._shadow(TARGET).begin(taken)
@@ -199,7 +183,7 @@ class Sanitizer:
             logger.info("sanitizer: %d passes, slots read: %s", self._num_passes, read)
         shadow = self._shadow(what)
         for rows in groups:
-            self._check_rows(shadow, _ints(self._table[rows.line]), rows, start)
+            self._check_rows(shadow, ints(self._table[rows.line]), rows, start)
 
     # -- rows
 
@@ -270,12 +254,12 @@ class Sanitizer:
     def _take(self, slots: Any) -> None:
         with stopping():
             for shadow in self._shadows.values():
-                shadow.take(_ints(slots))
+                shadow.take(ints(slots))
 
     def _free(self, slots: Any) -> None:
         with stopping():
             for shadow in self._shadows.values():
-                shadow.free(_ints(slots))
+                shadow.free(ints(slots))
 
     def _clear(self) -> None:
         self._texts.clear()
@@ -318,76 +302,17 @@ class Sanitizer:
         allocator.free, allocator.clear = taking(allocator.free), clearing(allocator.clear)
 
 
+def _check_algorithm(server_args: Any) -> None:
+    """Stop the server if it speculates without Outrider: what its passes write is not known."""
+    algorithm = server_args.speculative_algorithm
+    if algorithm is not None and not is_chosen(server_args):
+        raise SystemExit(
+            f"outrider: the profile's sanitize with --speculative-algorithm {algorithm}: "
+            f"use {NAME}, or leave the flag out"
+        )
+
+
 def _is_grouping(allocator: Any) -> bool:
     """Say whether what is freed now is only noted, and freed at the end of a group."""
     outside = getattr(allocator, "is_not_in_free_group", None)
     return allocator.free_group is not None if outside is None else not outside
-
-
-def _ints(values: Any) -> Ints:
-    found: Ints = np.asarray(values.cpu() if hasattr(values, "cpu") else values, np.int64)
-    return found
-
-
-# -- rows of passes
-
-
-def rows_of(batch: Any) -> Iterator[Rows]:
-    """Return the rows of each request in a pass over the host's batch."""
-    mode, lines = batch.forward_mode, _ints(batch.req_pool_indices)
-    parents: Sequence[int] | None = None
-    if mode.is_idle():
-        return iter(())
-    if mode.is_decode():
-        positions, owners = _ints(batch.seq_lens) - 1, lines
-        starts = np.flatnonzero(np.append(True, lines[1:] != lines[:-1]))
-        counts = np.diff(np.append(starts, len(lines)))
-        parents = getattr(batch.spec_info, "parents", None)  # where drafts branch: see `TreeRows`
-    else:
-        if mode.is_target_verify():
-            counts, prefixes = np.full(len(lines), batch.spec_info.draft_token_num), batch.seq_lens
-        else:
-            prefixes, counts = (getattr(batch, x) for x in (host().prefix_lens, host().extend_lens))
-        counts = _ints(counts)
-        owners, positions = np.repeat(lines, counts), np.repeat(_ints(prefixes), counts)
-        positions = positions + _places(counts)
-    tokens, slots = _ints(batch.input_ids), _ints(batch.out_cache_loc)
-    return split_rows(owners, tokens, positions, slots, counts, parents)
-
-
-def split_rows(
-    lines: Ints,
-    tokens: Ints,
-    positions: Ints,
-    slots: Ints,
-    counts: Ints,
-    parents: Sequence[int] | None = None,
-    start: int = 0,
-) -> Iterator[Rows]:
-    """Return the rows of each request of a pass.
-
-    Rows whose slot is padding, or that are parked before `start`, are discarded by who asked.
-
-    lines, tokens, positions, slots: [N] of the rows
-    counts: rows of each request, which stand beside each other
-    parents: [N] the row whose token each row's follows; None for chains
-    start: the first position that has a row
-    """
-    first = 0
-    for count in counts.tolist():
-        part = slice(first, first + count)
-        kept = (slots[part] > 0) & (positions[part] >= start)
-        before = np.arange(int(kept.sum())) - 1
-        if parents is not None and kept.all():
-            before = np.maximum(np.array(parents[part]) - first, -1)
-        if len(before):
-            own = tokens[part][kept], positions[part][kept], slots[part][kept]
-            yield Rows(int(lines[first]), *own, before)
-        first += count
-
-
-def _places(counts: Ints) -> Ints:
-    """Return the place of each row among its request's, if each has so many."""
-    starts = np.cumsum(counts) - counts
-    places: Ints = np.arange(int(counts.sum())) - np.repeat(starts, counts)
-    return places
