@@ -150,6 +150,7 @@ FALLBACKS = {
         "more rows than a pass may have: fewer drafts for each request, or none "
         "([limits](sglang-settings.md#how-many-rows-a-pass-may-have))"
     ),
+    "`slots`": "the KV pool is nearly full: each request holds what plain decoding holds",
 }
 
 

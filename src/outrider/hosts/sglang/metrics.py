@@ -48,6 +48,7 @@ FROM_THE_START: dict[str, tuple[str, ...]] = {
         "catching_up",
         "grammar",
         "rows",
+        "slots",
         "device",
     ),
     "foreseen": ("hit", "miss", "end", "none"),

@@ -334,9 +334,9 @@ class OutriderWorker:
             plan = None  # the host lets it catch up
         is_alive = active.requests[0].finish_reason is None
         if asks := plan is None and columns.may_draft and is_alive:
-            room = (
-                None if draft.room is None else _drafts_in(draft.room[active.members], active.lens)
-            )
+            room = draft.room
+            if room is not None:
+                room = _drafts_in(room[active.members], active.lens)
             budget = self._budget(batch, active.requests, active.members, room)
             if is_whole:
                 self._allow_device(columns, active.requests, int(active.lens.max()))
@@ -769,8 +769,7 @@ class OutriderWorker:
         """
         penalties = num_penalties(batch.sampling_info.penalizer_orchestrator)
         budget, cut = self._share(self._requests.columns, requests, members, penalties, room)
-        if cut:
-            self._drafters.fallbacks["rows"] += cut
+        self._drafters.fallbacks.update(cut)
         return budget
 
     def _share(
@@ -780,8 +779,8 @@ class OutriderWorker:
         members: Ints,
         penalties: int = 0,
         room: Ints | None = None,
-    ) -> tuple[Budget, int]:
-        """Return how many drafts each request may have, and how many have fewer for want of rows.
+    ) -> tuple[Budget, Counter[str]]:
+        """Return how many drafts each request may have, and how many have fewer than wanted: why.
 
         The last token needs no draft beside it: a request that may emit n more drafts n - 1.
 
@@ -790,12 +789,12 @@ class OutriderWorker:
         """
         emitted = np.array([len(request.output) for request in requests])
         left = columns.max_tokens[members] - emitted - 1
-        if room is not None:
-            left = np.minimum(left, room)
         wanted = np.maximum(np.minimum(columns.max_drafts[members], left), 0)
+        fitting = wanted if room is None else np.minimum(wanted, room)
         limit = min(self._max_rows, max_rows(*self._logits, penalties))
-        drafts, cut = share_rows(wanted, limit)
-        return Budget(drafts, "match", self._coins, trees=self._trees), cut
+        drafts, cut = share_rows(fitting, limit)
+        cuts = +Counter(rows=cut, slots=int((fitting < wanted).sum()))
+        return Budget(drafts, "match", self._coins, trees=self._trees), cuts
 
     def _may_end(
         self,
