@@ -105,9 +105,11 @@ class GuardedDrafter:
             self._call("meanwhile", (), self._meanwhile)
 
     def stop(self, requests: Sequence[Request]) -> None:
-        """Let the drafter forget."""
+        """Let the drafter forget; if a call hangs, when it has returned."""
+        if self._stuck is not None:
+            return
         gone = [r for r in requests if self._known.pop(r.id, None)]
-        if gone and self._stuck is None:
+        if gone:
             self._call("stop", gone, lambda: self._drafter.stop(gone))
 
     def close(self) -> None:

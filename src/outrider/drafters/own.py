@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outrider.core import Budget, Drafter, Outcome, Outcomes, Proposal, Request
@@ -13,11 +13,15 @@ class OwnRequests:
 
     def __init__(self, drafter: Drafter) -> None:
         self.name = drafter.name
+        self.hidden_layers: tuple[int, ...] = tuple(getattr(drafter, "hidden_layers", ()))
+        if (work := getattr(drafter, "meanwhile", None)) is not None:
+            self.meanwhile: Callable[[], None] = work
         self._drafter = drafter
         self._copies: dict[int, Request] = {}
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Copy new requests, and tell the drafter."""
+        """Copy the requests as they are now, and tell the drafter."""
+        self._copies |= {request.id: copied(request) for request in requests}
         self._drafter.start(self._own(requests))
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
@@ -33,16 +37,20 @@ class OwnRequests:
         replace(done, requests=own).apply()
 
     def stop(self, requests: Sequence[Request]) -> None:
-        """Tell the drafter, and drop the copies."""
-        self._drafter.stop(self._own(requests))
+        """Drop the copies, and tell the drafter."""
+        own = self._own(requests)
         for request in requests:
-            self._copies.pop(request.id, None)
+            del self._copies[request.id]
+        self._drafter.stop(own)
 
     def _own(self, requests: Sequence[Request]) -> list[Request]:
-        return [self._copies.get(r.id) or self._copy(r) for r in requests]
+        missing = (request for request in requests if request.id not in self._copies)
+        self._copies |= {request.id: copied(request) for request in missing}
+        return [self._copies[request.id] for request in requests]
 
-    def _copy(self, request: Request) -> Request:
-        bias = dict(request.sampling.logit_bias)
-        sampling = replace(request.sampling, logit_bias=bias)
-        self._copies[request.id] = replace(request, sampling=sampling, output=[*request.output])
-        return self._copies[request.id]
+
+def copied(request: Request) -> Request:
+    """Return a request whose output and bias are its own."""
+    bias = dict(request.sampling.logit_bias)
+    sampling = replace(request.sampling, logit_bias=bias)
+    return replace(request, sampling=sampling, output=[*request.output])

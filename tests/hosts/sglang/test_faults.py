@@ -44,7 +44,7 @@ def plain(server):
 @pytest.fixture(scope="module")
 def server(launch, model_dir, tmp_path_factory):
     path = tmp_path_factory.mktemp("profile") / "profile.yaml"
-    drafters = "".join(f"  {name}: {{}}\n" for name in [*BROKEN, "wrong"])
+    drafters = "".join(f"  {name}: {{}}\n" for name in [*BROKEN, "wrong", "writing"])
     path.write_text(f"drafter: ngram\ndraft_timeout: 0.5\ndrafters:\n{drafters}")
     return launch("faults", model_dir(MODEL), *FLAGS, OUTRIDER_CONFIG=str(path)).wait()
 
@@ -72,6 +72,13 @@ def test_drafts_that_are_never_right(server, plain):
     assert [a["output_ids"] for a in answers] == list(plain.values())
     assert all(proposed(a["meta_info"]) > 20 for a in answers)
     assert all(a["meta_info"]["spec_accept_rate"] < 0.1 for a in answers)
+
+
+def test_a_drafter_that_writes_into_its_requests(server, plain):
+    wishes = [("/generate", body(t, drafter="writing")) for t in workload.OPENINGS]
+    for concurrency in (1, 6):
+        answers = server.ask_all(wishes, concurrency)
+        assert [a["output_ids"] for a in answers] == list(plain.values())
 
 
 def test_storm_of_aborts(server, plain):

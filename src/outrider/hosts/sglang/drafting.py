@@ -23,6 +23,7 @@ from outrider.drafters import (
     ModelDrafter,
     NgramDrafter,
     NoDrafter,
+    OwnRequests,
     RoutedDrafter,
     make_drafter,
 )
@@ -146,7 +147,8 @@ class Drafters:
                 else:
                     drafter = make_drafter(name, options)
                     # ours come back by themselves, and a thread takes time in every step
-                    timeout = None if name in OURS else profile.draft_timeout
+                    if name not in OURS:
+                        drafter, timeout = OwnRequests(drafter), profile.draft_timeout
             except (TypeError, ValueError) as error:
                 raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
             guards[name] = GuardedDrafter(drafter, vocab_size, timeout)

@@ -79,6 +79,17 @@ class OutOfRange(NgramDrafter):
         return Proposal.of([chain([10**9] * k) for k in budget.max_drafts])
 
 
+class Writing(NgramDrafter):
+    """Writes into the requests that it is given."""
+
+    name = "writing"
+
+    def propose(self, requests, budget):
+        for request in requests:
+            request.output.extend([1, 2, 3])
+        return super().propose(requests, budget)
+
+
 class Floats(NgramDrafter):
     """Returns something that is not token ids at all."""
 
