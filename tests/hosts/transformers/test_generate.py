@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,8 @@ from outrider.core import FinishReason
 from outrider.drafters import ModelDrafter
 from outrider.engines import Query, open_engine
 from outrider.hosts.transformers import NAME, Runner, TransformersHost
+
+TINY = Path(outrider.__file__).parent / "assets" / "tiny"
 
 
 def hf_greedy(model, prompt, length=60):
@@ -181,6 +186,22 @@ def test_abandoned_stream_gives_its_slots_back(pair, monkeypatch):
     assert hosts[0].runner.pool.used_pages == 0
     outrider.generate(target, prompts, sampling={"max_tokens": 300})  # grows, then gives all back
     assert hosts[1].runner.pool.used_pages == 0
+
+
+ABANDONED = """
+import sys, outrider
+from transformers import AutoModelForCausalLM
+target, draft = (AutoModelForCausalLM.from_pretrained(path).eval() for path in sys.argv[1:])
+run = outrider.stream(target, [47, 78, 259], drafter=draft, sampling={"max_tokens": 20})
+next(run)
+"""
+
+
+def test_a_program_may_end_in_the_middle_of_a_stream():
+    """Python closes the stream when torch no longer works."""
+    models = [str(TINY / name) for name in ("target", "draft")]
+    done = subprocess.run([sys.executable, "-c", ABANDONED, *models], capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_model_is_left_as_it_was(pair):

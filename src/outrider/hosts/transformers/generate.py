@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -248,9 +249,10 @@ def _run(
             host.release(ended)
             own.stop(ended)
     finally:
-        host.release(active)
-        own.stop(active)
-        drafter.close()
+        if not sys.is_finalizing():  # torch no longer works then, and nothing needs to be freed
+            host.release(active)
+            own.stop(active)
+            drafter.close()
 
 
 def _record_logprobs(done: Step, result: Generation) -> None:
