@@ -218,7 +218,7 @@ def would_keep(req: Any, tokens: Sequence[int]) -> tuple[int, FinishReason | Non
     one, which is put back.
     """
     twin, kept, accepted = copy.copy(req), 0, 0
-    twin.output_ids = [*req.output_ids]
+    twin.output_ids = req.output_ids[:]
     try:
         for token in tokens:
             kept += 1

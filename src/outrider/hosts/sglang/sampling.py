@@ -203,5 +203,6 @@ def _row_params(params: Any, output: list[int]) -> Any:
     if not isinstance(params, dict) or "__req__" not in params:
         return params
     req = copy.copy(params["__req__"])
-    req.output_ids = output
+    req.output_ids = req.output_ids[:0]  # an array in 0.5.23, which processors add to another one
+    req.output_ids.extend(output)
     return {**params, "__req__": req}

@@ -25,8 +25,10 @@ def no_repeat_processor() -> str:
 
         def __call__(self, logits, custom_param_list=None):
             for row, params in enumerate(custom_param_list):
-                recent = params["__req__"].output_ids[-params["window"] :]
-                logits[row, recent] = -float("inf")
+                req = params["__req__"]
+                text = req.origin_input_ids + req.output_ids  # as SGLang's own do
+                output = text[len(req.origin_input_ids) :]
+                logits[row, output[-params["window"] :]] = -float("inf")
             return logits
 
     return NoRepeat.to_str()
