@@ -83,7 +83,8 @@ def test_refused_by_name(refusal, name):
         assert any(refusal.what.startswith(option) for option in action.option_strings)
 
 
-def test_the_rust_server_is_refused(monkeypatch):
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+@pytest.mark.parametrize("value", ["1", "Y"])
+def test_the_rust_server_is_refused(value, monkeypatch):
+    monkeypatch.setenv("SGLANG_RUST_SERVER", value)
     with pytest.raises(SystemExit, match="SGLANG_RUST_SERVER; unset it"):
         getattr(server_args.prepare_server_args(OURS), "resolve_once", bool)()

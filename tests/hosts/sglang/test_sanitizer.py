@@ -91,8 +91,10 @@ def test_a_planted_fault_is_found(fault, launch, profile):
     assert said(server), server.tail()
 
 
-def test_nothing_is_found_where_nothing_is_planted(launch, profile):
+@pytest.mark.parametrize("page", [1, 16])
+def test_nothing_is_found_where_nothing_is_planted(page, launch, profile):
     asked = profile(drafter="ngram", drafters=DRAFTERS, sanitize=True)
-    server = launch("planted-nothing", TINY / "target", *FLAGS, **asked).wait()
+    flags = [*FLAGS, "--page-size", str(page)]
+    server = launch(f"planted-nothing-{page}", TINY / "target", *flags, **asked).wait()
     assert requests_until_found(server, "") is None, said(server)
     assert said(server) == []

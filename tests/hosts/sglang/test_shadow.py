@@ -93,6 +93,17 @@ def test_slots_are_given_once_and_freed_once():
     shadow.take(np.arange(4, 12))
 
 
+def test_a_page_is_given_whole_and_its_tail_again():
+    """A text of 6 tokens in pages of 4 has the rest of its second page."""
+    shadow = Shadow("target", 16, page_size=4)
+    shadow.take(slots(4, 5, 6, 7, 8, 9))
+    shadow.write(slots(10), text_hashes([1], 6), [Write("a", 6, 1)])
+    shadow.take(slots(10, 11, 12), tails=slots(10, 11))
+    assert not shadow.is_written(10)
+    with pytest.raises(Violation, match="slot 8 is given out"):
+        shadow.take(slots(11), tails=slots(13, 14, 15))
+
+
 def test_rows_of_a_tree_have_the_names_of_their_paths():
     rows = pass_rows.split_rows(
         *(np.array(x) for x in ([3] * 4, [7, 8, 9, 10], [2, 3, 3, 4], [11, 12, 13, 14], [4])),

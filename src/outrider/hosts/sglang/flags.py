@@ -119,7 +119,7 @@ REFUSED: tuple[Refusal, ...] = (
         "SGLANG_RUST_SERVER",
         "unset it: its process does not load SGLang's plugins",
         (),
-        lambda args: os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes"),
+        lambda args: os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true", "yes", "y"),
     ),
     Refusal(
         "--speculative-eagle-topk above 1",

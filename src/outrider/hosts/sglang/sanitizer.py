@@ -23,6 +23,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,15 @@ from outrider.hosts.sglang.hooks import NAME, is_chosen
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.pass_rows import Rows, ints, rows_of, split_rows
 from outrider.hosts.sglang.profile import load_profile
-from outrider.hosts.sglang.shadow import Hashes, Shadow, Violation, Write, terms, text_hashes
+from outrider.hosts.sglang.shadow import (
+    NONE,
+    Hashes,
+    Shadow,
+    Violation,
+    Write,
+    terms,
+    text_hashes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -165,9 +174,8 @@ class Sanitizer:
     def _begin(self, allocator: Any, table: Any) -> None:
         self._allocator, self._table = allocator, table.req_to_token
         taken = np.ones(allocator.size + allocator.page_size, np.bool_)
-        pages = np.concatenate([ints(allocator.free_pages), ints(allocator.release_pages)])
         size = allocator.page_size
-        taken[(pages[:, None] * size + np.arange(size)).ravel()] = False
+        taken[(_free_pages(allocator)[:, None] * size + np.arange(size)).ravel()] = False
         self._shadow(TARGET).begin(taken)
         self._watch_allocator()
         logger.info("the KV sanitizer checks %d slots", len(taken))
@@ -251,10 +259,15 @@ class Sanitizer:
                 shadow.begin(self._shadows[TARGET].is_taken())
         return self._shadows[what]
 
-    def _take(self, slots: Any) -> None:
+    def _take(self, slots: Any, ends: Any) -> None:
+        """Note that slots were given out. ends: the last slots of texts that go on in their page"""
+        size, tails = self._allocator.page_size, NONE
+        if ends is not None:
+            behind = ints(ends)[:, None] + np.arange(1, size)
+            tails = behind[behind // size == ints(ends)[:, None] // size]
         with stopping():
             for shadow in self._shadows.values():
-                shadow.take(ints(slots))
+                shadow.take(ints(slots), tails)
 
     def _free(self, slots: Any) -> None:
         with stopping():
@@ -271,11 +284,13 @@ class Sanitizer:
         allocator = self._allocator
 
         def giving(original: Callable[..., Any]) -> Callable[..., Any]:
+            asked = signature(original)
+
             @wraps(original)
             def give(*args: Any, **options: Any) -> Any:
                 slots = original(*args, **options)
                 if slots is not None:
-                    self._take(slots)
+                    self._take(slots, asked.bind(*args, **options).arguments.get("last_loc"))
                 return slots
 
             return give
@@ -289,6 +304,15 @@ class Sanitizer:
 
             return take_back
 
+        def releasing(original: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(original)
+            def release(*pages: Any) -> Any:
+                for some in pages:
+                    self._free(some * allocator.page_size)
+                return original(*pages)
+
+            return release
+
         def clearing(original: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(original)
             def clear() -> Any:
@@ -299,7 +323,11 @@ class Sanitizer:
 
         for name in ("alloc", "alloc_extend", "alloc_decode"):
             setattr(allocator, name, giving(getattr(allocator, name)))
-        allocator.free, allocator.clear = taking(allocator.free), clearing(allocator.clear)
+        allocator.clear = clearing(allocator.clear)
+        if hasattr(allocator, "_release_page_ids"):  # the way of all pages in 0.5.23
+            allocator._release_page_ids = releasing(allocator._release_page_ids)
+        else:
+            allocator.free = taking(allocator.free)
 
 
 def _check_algorithm(server_args: Any) -> None:
@@ -310,6 +338,13 @@ def _check_algorithm(server_args: Any) -> None:
             f"outrider: the profile's sanitize with --speculative-algorithm {algorithm}: "
             f"use {NAME}, or leave the flag out"
         )
+
+
+def _free_pages(allocator: Any) -> Ints:
+    """Return the pages that an allocator has not given out."""
+    if hasattr(allocator, "get_all_free_pages"):  # in 0.5.23
+        return ints(allocator.get_all_free_pages())
+    return np.concatenate([ints(allocator.free_pages), ints(allocator.release_pages)])
 
 
 def _is_grouping(allocator: Any) -> bool:

@@ -20,6 +20,8 @@ from outrider.core import Ints
 
 Hashes = NDArray[np.uint64]
 
+NONE: Ints = np.empty(0, np.int64)
+
 FREE, UNWRITTEN = np.uint64(0), np.uint64(1)
 """Names of slots that hold no text: free, and taken but not written yet."""
 
@@ -159,24 +161,33 @@ class Shadow:
                 f"{self._holds(slot)} ({int(is_wrong.sum())} of {len(slots)} slots are wrong)"
             )
 
-    def take(self, slots: Ints) -> None:
-        """Note that slots were given out. Each must have been free."""
-        taken = np.flatnonzero(self._names[slots] != FREE)
+    def take(self, slots: Ints, tails: Ints = NONE) -> None:
+        """Note that slots were given out, with their whole pages. Each must have been free.
+
+        tails: the slots behind the ends of texts, in their last pages: they may be given again
+        """
+        is_fresh = ~np.isin(slots, tails)
+        whole = self._whole_pages(slots[is_fresh])
+        taken = whole[self._names[whole] != FREE]
         if len(taken) or len(np.unique(slots)) != len(slots):
-            slot = int(slots[taken[0]]) if len(taken) else int(slots[0])
+            slot = int(taken[0]) if len(taken) else int(slots[0])
             raise Violation(f"{self.what}: slot {slot} is given out, and {self._holds(slot)}")
-        self._names[slots] = UNWRITTEN
+        self._names[whole] = self._names[slots] = UNWRITTEN
 
     def free(self, slots: Ints) -> None:
         """Note that slots were given back, with their whole pages. Each must have been taken."""
-        size = self._page_size
-        pages = np.unique(slots // size)
-        whole = (pages[:, None] * size + np.arange(size)).ravel()
-        is_taken = (self._names[whole] != FREE).reshape(-1, size).any(1)
+        pages = self._whole_pages(slots)
+        is_taken = (self._names[pages] != FREE).any(1)
         if not is_taken.all():
-            slot = int(pages[~is_taken][0]) * size
+            slot = int(pages[~is_taken][0, 0])
             raise Violation(f"{self.what}: slot {slot} is freed, and {self._holds(slot)}")
-        self._names[whole] = FREE
+        self._names[pages] = FREE
+
+    def _whole_pages(self, slots: Ints) -> Ints:
+        """Return all slots of the pages of these slots, a row for each page."""
+        size = self._page_size
+        pages: Ints = np.unique(slots // size)[:, None] * size + np.arange(size)
+        return pages
 
     def clear(self) -> None:
         """Note that all slots are free."""

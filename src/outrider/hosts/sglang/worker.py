@@ -395,8 +395,7 @@ class OutriderWorker:
         ahead = Counter[str]()
         for flight in self._flights:
             if isinstance(flight, Reading):
-                ahead.update(req.rid for req in flight.reqs)
-                continue
+                continue  # the token after the prompt counts, known or not
             drafts = flight.num_drafts().tolist()
             for request, count in zip(flight.requests, drafts, strict=True):
                 ahead[request.req.rid] += 1 + count
