@@ -114,7 +114,14 @@ def register_faults():
     a path: "oom", "nan", "prefill" or nothing, as that file says at the time
 
     To the file $OUTRIDER_TEST_PASSES each pass appends its mode and its number of tokens.
+
+    $OUTRIDER_TEST_PATIENCE: seconds in which a tokenizer worker must answer uvicorn, which is 5:
+    on a busy machine it imports SGLang for longer
     """
+    if patience := os.environ.get("OUTRIDER_TEST_PATIENCE"):
+        import uvicorn
+
+        uvicorn.run.__kwdefaults__["timeout_worker_healthcheck"] = int(patience)
     said, path = os.environ.get("OUTRIDER_TEST_FAULT"), os.environ.get("OUTRIDER_TEST_PASSES")
     if not said:
         return
