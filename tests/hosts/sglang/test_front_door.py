@@ -15,6 +15,7 @@ import sglang
 import support_matrix
 import torch
 import workload
+from outrider_test_site import counting_processor, no_repeat_processor
 from safetensors.torch import load_file
 from server import proposed
 
@@ -25,9 +26,9 @@ TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
 FLAGS = [
     *("--dtype", "float32", "--mem-fraction-static", "0.1", "--attention-backend", "outrider"),
     *("--max-total-tokens", "4096", "--max-running-requests", "16"),
-    "--enable-deterministic-inference",
+    *("--enable-deterministic-inference", "--enable-custom-logit-processor"),
 ]
-OURS = ["--speculative-algorithm", "OUTRIDER", "--tokenizer-worker-num", "2"]
+OURS = ["--speculative-algorithm", "OUTRIDER", "--tokenizer-worker-num", "2", "--enable-metrics"]
 TEXTS = [f"{text} {text}" for text in workload.OPENINGS[:6]]
 
 
@@ -64,6 +65,23 @@ def test_each_tokenizer_worker_has_the_hooks(servers):
         assert refused.status_code == 400
         assert "'nope' is not among this server's drafters" in refused.text
         assert ours.post("/generate", body(TEXTS[0], min_p=0.5)).status_code == 400
+
+
+@pytest.mark.parametrize("company", [1, 6])
+def test_processors(company, servers):
+    """One that counts its calls, and one that looks at the text: beside others without."""
+    before = servers[1].metrics()
+    counting, looking = counting_processor(), no_repeat_processor()
+    asked = []
+    for text in TEXTS:
+        asked.append(("/generate", body(text)))
+        for processor, params in ((counting, {"calls": 0}), (looking, {"window": 4})):
+            wish = body(text, custom_params=params)
+            asked.append(("/generate", {**wish, "custom_logit_processor": processor}))
+    bare, ours = ([*map(workload.essence, s.ask_all(asked, company))] for s in servers)
+    assert ours == bare
+    key = 'outrider:fallbacks_total{reason="processor"}'
+    assert servers[1].metrics()[key] - before.get(key, 0) == len(TEXTS)
 
 
 @pytest.mark.parametrize("company", [1, 6])

@@ -50,6 +50,7 @@ HOOKS: dict[str, str] = {
 """What we hook, with its parameters."""
 
 CALLS: dict[str, str] = {
+    "sampling.custom_logit_processor.CustomLogitProcessor.from_str": "json_str",
     "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size": "self",
     "mem_cache.allocator.BaseTokenToKVPoolAllocator.available_size": "self",
     "mem_cache.allocator.BaseTokenToKVPoolAllocator.free": "self free_index",

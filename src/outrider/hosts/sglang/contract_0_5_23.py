@@ -49,6 +49,7 @@ HOOKS: dict[str, str] = {
 """What we hook, with its parameters."""
 
 CALLS: dict[str, str] = {
+    "sampling.custom_logit_processor.CustomLogitProcessor.from_str": "json_str",
     "session.streaming_session.StreamingSession._free_kv_aligned": "self kv target end",
     "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size": "self",
     "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.available_size": "self",

@@ -47,6 +47,7 @@ FROM_THE_START: dict[str, tuple[str, ...]] = {
         "prefill",
         "catching_up",
         "grammar",
+        "processor",
         "rows",
         "slots",
         "device",

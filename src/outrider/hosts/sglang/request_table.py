@@ -13,6 +13,7 @@ from outrider.core import Bools, FinishReason, Ints, SamplingParams
 from outrider.hosts.sglang.drafting import Drafters
 from outrider.hosts.sglang.grammars import can_roll_back
 from outrider.hosts.sglang.penalties import has_penalties
+from outrider.hosts.sglang.processors import reads_text_only
 from outrider.hosts.sglang.profile import ADAPTIVE, request_options
 from outrider.hosts.sglang.requests import LiveRequest
 from outrider.hosts.sglang.sampling import sampling_kind
@@ -225,6 +226,9 @@ class RequestTable:
             output.append(first[1])
         if req.grammar is not None and not can_roll_back(req.grammar):
             self._drafters.fallbacks["grammar"] += 1
+            most = 0
+        if req.custom_logit_processor and not reads_text_only(req.custom_logit_processor):
+            self._drafters.fallbacks["processor"] += 1
             most = 0
         seed = req.sampling_params.sampling_seed
         live = self._live[req.rid] = LiveRequest(

@@ -19,6 +19,7 @@ from outrider.core import Proposal
 from outrider.hosts.sglang.grammars import RowGrammar
 from outrider.hosts.sglang.host import changed, host
 from outrider.hosts.sglang.penalties import advance, copied
+from outrider.hosts.sglang.processors import row_params
 from outrider.hosts.sglang.requests import ActiveRequests
 
 
@@ -181,7 +182,7 @@ def row_sampling(batch: Any, active: ActiveRequests, proposal: Proposal, owner: 
             rows.grammars = grammars
     if rows.custom_params:
         rows.custom_params = [
-            _row_params(params, [*request.output, *path])
+            row_params(params, request, path)
             for params, request, path in zip(rows.custom_params, owners, paths, strict=True)
         ]
     return rows
@@ -196,13 +197,3 @@ def _is_greedy_only(info: Any) -> bool:
 def take(values: list[Any] | None, indices: Sequence[int] | None) -> list[Any] | None:
     """Return these of the values; all of them without indices."""
     return values if values is None or indices is None else [values[i] for i in indices]
-
-
-def _row_params(params: Any, output: list[int]) -> Any:
-    """Return a request's custom parameters, with a request that has emitted this."""
-    if not isinstance(params, dict) or "__req__" not in params:
-        return params
-    req = copy.copy(params["__req__"])
-    req.output_ids = req.output_ids[:0]  # an array in 0.5.23, which processors add to another one
-    req.output_ids.extend(output)
-    return {**params, "__req__": req}

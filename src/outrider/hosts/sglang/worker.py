@@ -63,6 +63,7 @@ from outrider.hosts.sglang.memory import max_rows, num_penalties
 from outrider.hosts.sglang.metrics import Metrics
 from outrider.hosts.sglang.on_device import DeviceStep, DeviceTexts
 from outrider.hosts.sglang.penalties import Penalties
+from outrider.hosts.sglang.processors import keep_params
 from outrider.hosts.sglang.profile import ADAPTIVE, DEVICE, load_profile
 from outrider.hosts.sglang.ranks import Ranks
 from outrider.hosts.sglang.reported import accepted_drafts, count_step
@@ -592,6 +593,7 @@ class OutriderWorker:
         forward.sampling_info.grammars = grammars  # a host may have put each request's own there
         output, at = result.logits_output, forward.seq_lens - 1
         sampled = sample(self.model_runner, output, forward, at, rows.groups)
+        keep_params(forward.sampling_info)
         emitted = self._ranks.of_rank_0(sampled)
         if draft.is_current:
             self._last_tokens[forward.req_pool_indices] = emitted

@@ -23,6 +23,8 @@ def no_repeat_processor() -> str:
     class NoRepeat(CustomLogitProcessor):
         """Forbids each of the last tokens to come again: its answer depends on every draft."""
 
+        reads_text_only = True
+
         def __call__(self, logits, custom_param_list=None):
             for row, params in enumerate(custom_param_list):
                 req = params["__req__"]
@@ -32,6 +34,24 @@ def no_repeat_processor() -> str:
             return logits
 
     return NoRepeat.to_str()
+
+
+def counting_processor() -> str:
+    """Return a processor whose answer depends on how often it was called."""
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    class Counting(CustomLogitProcessor):
+        """Lets one token follow at every third call."""
+
+        def __call__(self, logits, custom_param_list=None):
+            for row, params in enumerate(custom_param_list):
+                params["calls"] += 1
+                if params["calls"] % 3 == 0:
+                    logits[row] = -float("inf")
+                    logits[row, 199] = 0.0
+            return logits
+
+    return Counting.to_str()
 
 
 class Wrong(NgramDrafter):
