@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from outrider.engines.models import load_model, load_tokenizer
 from outrider.errors import Unsupported
@@ -51,3 +52,29 @@ def test_broken_tokenizers_are_refused_in_one_line(copied, text):
     with pytest.raises(Unsupported, match="no tokenizer at") as refused:
         load_tokenizer(str(copied))
     assert "\n" not in str(refused.value)
+
+
+CODE = "raise SystemExit('code of a checkpoint was run')"
+MAP = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+
+
+def test_no_code_of_a_checkpoint_is_run_or_asked_about(copied, monkeypatch):
+    """Transformers asks at the terminal otherwise, and `yes` answers."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    (copied / "evil.py").write_text(CODE)
+    change_config(copied, model_type="evil", auto_map=MAP)
+    with pytest.raises(Unsupported, match="no model at") as refused:
+        load_model(str(copied), None)
+    assert "\n" not in str(refused.value)
+    tokenizer = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}, "tokenizer_class": "Evil"}
+    (copied / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(Unsupported, match="no tokenizer at"):
+        load_tokenizer(str(copied))
+
+
+def test_pickles_are_not_read(copied):
+    weights = load_model(str(copied), None).state_dict()
+    torch.save(weights, copied / "pytorch_model.bin")
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(Unsupported, match="no model at"):
+        load_model(str(copied), None)

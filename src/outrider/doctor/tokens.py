@@ -68,7 +68,9 @@ def _load(model: Model) -> Any:
         level = transformers.utils.logging.get_verbosity()
         transformers.utils.logging.set_verbosity_error()
         try:
-            return transformers.AutoTokenizer.from_pretrained(model.path, local_files_only=True)
+            return transformers.AutoTokenizer.from_pretrained(
+                model.path, local_files_only=True, trust_remote_code=False
+            )
         finally:
             transformers.utils.logging.set_verbosity(level)
     if importlib.util.find_spec("tokenizers") is None:

@@ -79,7 +79,7 @@ class SharedTexts:
             return
         chunks = self._chunks.setdefault(tenant, deque())
         if not chunks or self.texts.lengths[chunks[0]] + len(text) > size:
-            digest = blake2b(tenant.encode(), digest_size=8).digest()
+            digest = blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
             chunks.appendleft(self.texts.open(int.from_bytes(digest, "little")))
             self._ages.append(tenant)
             self._tokens += self._counted(chunks[0])

@@ -9,6 +9,9 @@ from outrider.errors import Unsupported, UsageError, check_choice
 
 __all__ = ["check_drafter", "check_target", "draft_kind", "load_model", "load_tokenizer"]
 
+ONLY_DATA = {"use_safetensors": True, "trust_remote_code": False}
+"""How models are loaded: no pickle is read, and no code of a checkpoint is run or asked about."""
+
 
 def check_drafter(name: str) -> None:
     """Refuse a name that no drafter has, and list those there are."""
@@ -43,7 +46,7 @@ def load_model(name: str, dtype: Any) -> Any:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **ONLY_DATA).eval()
     except Exception as error:  # of each library that reads a part of it
         why = (str(error) or type(error).__name__).splitlines()[0]
         if not Path(name).exists() and (name.count("/") > 1 or name.startswith(("/", ".", "~"))):
@@ -59,7 +62,7 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of each library that reads a part of it
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise Unsupported(

@@ -232,7 +232,7 @@ def _chat_prompt(path: str, said: str) -> str:
     from outrider.explain.in_process import chat_prompt
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise Unsupported(
             f"--chat without the server's tokenizer ({path} is not here)",

@@ -132,6 +132,11 @@ class Server:
     def post(self, path: str, body: dict, timeout: float = 300) -> requests.Response:
         return session().post(self.url + path, json=body, timeout=timeout)
 
+    def post_text(self, path: str, body: str) -> requests.Response:
+        """Post JSON that Python would not write."""
+        headers = {"Content-Type": "application/json"}
+        return session().post(self.url + path, data=body, headers=headers, timeout=300)
+
     def ask_for(self, path: str) -> dict:
         response = session().get(self.url + path, timeout=30)
         assert response.ok, f"{response.status_code}: {response.text[:500]}"

@@ -67,6 +67,37 @@ def test_each_tokenizer_worker_has_the_hooks(servers):
         assert ours.post("/generate", body(TEXTS[0], min_p=0.5)).status_code == 400
 
 
+HOSTILE = [
+    *({"temperature": "1e999"}, {"temperature": "-0.5"}, {"temperature": "1e300"}),
+    *({"top_k": str(10**30)}, {"sampling_seed": str(2**64)}, {"max_new_tokens": str(2**40)}),
+    *({"logit_bias": '{"5": 1e999}'}, {"logit_bias": '{"5": "x"}'}, {"logit_bias": '{"-5": 1}'}),
+    *({"stop_token_ids": f"[{2**70}]"}, {"stop": "[7]"}, {"regex": "7"}, {"n": str(10**9)}),
+    {"min_new_tokens": "3", "stop_token_ids": "[99999]"},
+    {"min_new_tokens": str(2**31), "max_new_tokens": str(2**32)},
+]
+"""Sampling parameters as JSON has them. Bare SGLang's scheduler raises at some of them."""
+
+HOSTILE_FIELDS = [
+    *({"top_logprobs_num": "1000000000"}, {"top_logprobs_num": "-1"}),
+    *({"token_ids_logprob": "[99999]"}, {"token_ids_logprob": "[-1]"}),
+    *({"extra_key": '"\\ud800"'}, {"logprob_start_len": str(2**40)}),
+]
+
+
+def test_a_hostile_request_costs_itself_only(servers):
+    ours = servers[1]
+    expected = ours.ask("/generate", body(TEXTS[0]))["output_ids"]
+    for params in HOSTILE:
+        fields = ", ".join(f'"{name}": {value}' for name, value in params.items())
+        said = f'{{"text": "a", "sampling_params": {{{fields}}}}}'
+        assert ours.post_text("/generate", said).status_code in (400, 422), params
+    for one in HOSTILE_FIELDS:
+        fields = ", ".join(f'"{name}": {value}' for name, value in one.items())
+        said = f'{{"text": "a", "return_logprob": true, {fields}}}'
+        assert ours.post_text("/generate", said).status_code in (400, 422), one
+    assert ours.ask("/generate", body(TEXTS[0]))["output_ids"] == expected
+
+
 @pytest.mark.parametrize("company", [1, 6])
 def test_processors(company, servers):
     """One that counts its calls, and one that looks at the text: beside others without."""

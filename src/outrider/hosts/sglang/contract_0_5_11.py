@@ -21,6 +21,7 @@ HOOKS: dict[str, str] = {
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         "self mr num_layers"
     ),
+    "managers.tokenizer_manager.TokenizerManager._validate_one_request": "self obj input_ids",
     "sampling.sampling_params.SamplingParams.verify": "self vocab_size",
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         "self meta_info recv_obj i"
@@ -50,7 +51,7 @@ HOOKS: dict[str, str] = {
 """What we hook, with its parameters."""
 
 CALLS: dict[str, str] = {
-    "sampling.custom_logit_processor.CustomLogitProcessor.from_str": "json_str",
+    "sampling.custom_logit_processor.CustomLogitProcessor.from_str": "cls json_str",
     "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size": "self",
     "mem_cache.allocator.BaseTokenToKVPoolAllocator.available_size": "self",
     "mem_cache.allocator.BaseTokenToKVPoolAllocator.free": "self free_index",

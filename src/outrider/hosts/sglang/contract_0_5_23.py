@@ -16,6 +16,7 @@ HOOKS: dict[str, str] = {
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         "self kvc num_layers"
     ),
+    "managers.tokenizer_manager.TokenizerManager._validate_one_request": "self obj input_ids",
     "sampling.sampling_params.SamplingParams.verify": "self vocab_size",
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": "self",
     "speculative.spec_utils.spec_prepare_for_decode": "batch",
@@ -49,7 +50,7 @@ HOOKS: dict[str, str] = {
 """What we hook, with its parameters."""
 
 CALLS: dict[str, str] = {
-    "sampling.custom_logit_processor.CustomLogitProcessor.from_str": "json_str",
+    "sampling.custom_logit_processor.CustomLogitProcessor.from_str": "cls json_str",
     "session.streaming_session.StreamingSession._free_kv_aligned": "self kv target end",
     "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size": "self",
     "mem_cache.allocator.base.BaseTokenToKVPoolAllocator.available_size": "self",

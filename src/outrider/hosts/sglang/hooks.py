@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.hosts.sglang import cpu, memory
+from outrider.hosts.sglang import cpu, intake, memory
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import load_profile, request_options
 from outrider.hosts.sglang.reported import correct_meta_info
@@ -66,6 +66,12 @@ def verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
         raise ValueError(
             "min_p with --enable-deterministic-inference: SGLang's seeded sampler does not have it"
         )
+
+
+def validate_one_request(self: Any, obj: Any, input_ids: Any) -> None:
+    """Refuse what the scheduler cannot hold, before SGLang looks at it."""
+    if chosen_args() is not None and hasattr(obj, "token_ids_logprob"):  # an embedding has none
+        intake.check_request(obj, self.model_config.vocab_size)
 
 
 def spec_decoding_metrics(
@@ -256,6 +262,10 @@ COMMON: dict[str, Hook] = {
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         compute_cell_size,
         "AROUND",
+    ),
+    "managers.tokenizer_manager.TokenizerManager._validate_one_request": (
+        validate_one_request,
+        "BEFORE",
     ),
     "sampling.sampling_params.SamplingParams.verify": (verify_sampling_params, "AFTER"),
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (

@@ -256,9 +256,12 @@ class RequestTable:
         most = max(1, params.max_new_tokens or 1)
         if not self._has_seeds or params.top_k <= 1:
             return SamplingParams(max_tokens=most)
-        return SamplingParams(
-            temperature=params.temperature,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            max_tokens=most,
-        )
+        try:
+            return SamplingParams(
+                temperature=params.temperature,
+                frequency_penalty=params.frequency_penalty,
+                presence_penalty=params.presence_penalty,
+                max_tokens=most,
+            )
+        except ValueError:  # SGLang serves what drafters need not
+            return SamplingParams(max_tokens=most)

@@ -37,6 +37,6 @@ def _beside(name: str) -> Any:
     if not name:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError):
         return None
