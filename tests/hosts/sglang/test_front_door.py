@@ -36,7 +36,9 @@ TEXTS = [f"{text} {text}" for text in workload.OPENINGS[:6]]
 def servers(launch, profile):
     """Return bare SGLang, and SGLang with us and two tokenizer workers."""
     content = profile(drafter="ngram", drafters={"ngram": {"min_n": 1}})
+    # on a busy machine a worker imports SGLang for longer than uvicorn waits: 0.5.11, 0.5.23
     content["OUTRIDER_TEST_PATIENCE"] = "60"
+    content["SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT"] = "60"
     bare = launch("door-bare", TINY / "target", *FLAGS)
     # uvicorn starts the workers, from an interpreter that SGLang was started with
     ours = launch("door-ours", TINY / "target", *FLAGS, *OURS, plain=True, **content)
