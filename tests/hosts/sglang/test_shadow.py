@@ -104,6 +104,27 @@ def test_a_page_is_given_whole_and_its_tail_again():
         shadow.take(slots(11), tails=slots(13, 14, 15))
 
 
+class Key(SimpleNamespace):
+    """A key of the prefix cache."""
+
+    def __len__(self):
+        return len(self.token_ids)
+
+
+def test_what_the_prefix_cache_has_already_does_not_enter_it(monkeypatch):
+    """SGLang 0.5.23 inserts a prompt again, to split its node: its slots may be free by then."""
+    checks, pool = sanitizer.Sanitizer(), SimpleNamespace(size=8, page_size=1)
+    monkeypatch.setattr(checks, "_allocator", pool)
+    monkeypatch.setattr(sanitizer.os, "kill", lambda *_: None)
+    cache, key = SimpleNamespace(token_to_kv_pool_allocator=pool), Key(token_ids=[5, 6, 7])
+    for prefix in (0, 2):
+        with pytest.raises(Violation, match="the prefix cache reads position 0 in slot 1"):
+            checks._insert(
+                cache, SimpleNamespace(key=key, value=slots(1, 2, 3), prev_prefix_len=prefix)
+            )
+    checks._insert(cache, SimpleNamespace(key=key, value=slots(1, 2, 3), prev_prefix_len=3))
+
+
 def test_rows_of_a_tree_have_the_names_of_their_paths():
     rows = pass_rows.split_rows(
         *(np.array(x) for x in ([3] * 4, [7, 8, 9, 10], [2, 3, 3, 4], [11, 12, 13, 14], [4])),

@@ -163,6 +163,8 @@ class Sanitizer:
     def _insert(self, cache: Any, params: Any) -> None:
         if cache.token_to_kv_pool_allocator is not self._allocator or params.value is None:
             return
+        if params.prev_prefix_len >= len(params.key):
+            return  # 0.5.23 splits a node so: nothing enters, and its slots may be freed duplicates
         slots = ints(params.value)[: len(params.key)]
         with stopping():
             shadow, names = self._shadow(TARGET), text_hashes(params.key.token_ids[: len(slots)])
