@@ -37,8 +37,8 @@ SHORTEST = 4
 
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[-. ]+")
 _SECRET_NAME = re.compile(
-    r"passw|passphrase|secret|credential"
-    r"|(?:^|_)(?:o?auth(?:entication|orization)?|cookie|bearer|pwd?|pat|sig|signature)(?:_|$)"
+    r"passw|passphrase|_pwd$|secret|credential"
+    r"|(?:^|_)(?:o?auth(?:entication|orization)?|cookie|bearer|pw|pat|sig|signature)(?:_|$)"
     r"|keys?(?:_[a-z0-9])?$|(?<!per_)(?<!first_)token(?:_[a-z0-9])?$"
 )
 _NO_VALUE = ("None", "null", "True", "False", "true", "false", "''", '""', HIDDEN)
@@ -171,8 +171,10 @@ def _is_secret_flag(name: str) -> bool:
 
 def _secret_variables() -> Iterator[str]:
     for name, value in os.environ.items():
-        # keys such as EMPTY and none stand for none, and are words
-        if len(value) >= SHORTEST_EVERYWHERE and is_secret(name):
+        # keys such as EMPTY and none stand for none, and are words; where keys are is no secret
+        if len(value) < SHORTEST_EVERYWHERE or not is_secret(name):
+            continue
+        if not (value.startswith("/") and os.path.exists(value)):
             yield value
 
 
