@@ -59,7 +59,7 @@ _FLAG = re.compile(
     rf"(?<![\w-])(--?[A-Za-z][\w-]*)(\s*=\s*|[\"'],\s*(?=[\"'])|\s+)({_QUOTED}|[^\s\"']\S*)"
 )
 _ASSIGNED = re.compile(rf"(?<![\w.-])([A-Za-z_][\w.-]*)(\s?=\s?)({_QUOTED}|[^\s\"'&]+)")
-_BEARER = re.compile(r"(?i)\b(bearer\s+)[\w.~+/=-]{8,}")
+_BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s\"'<>,;]{8,}")
 _SHAPES = re.compile(
     r"(?<![\w-])(?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abps]-|AKIA|pypi-)[\w-]{16,}"
 )
@@ -141,7 +141,8 @@ def redact_value(value: Any) -> Any:
 
 def quoted(value: object, longest: int = 200) -> str:
     """Return a value for a message: in quotes and cut, its secrets hidden before they are cut."""
-    return repr(redact(value) if isinstance(value, str) else value)[:longest]
+    said = repr(redact(value)) if isinstance(value, str) else redact(repr(value))
+    return said[:longest]
 
 
 def _beside(match: re.Match[str], secret: bool, first: int = 1) -> str:
