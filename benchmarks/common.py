@@ -11,6 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from outrider.redact import hide
 from outrider.report import provenance
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -118,7 +119,7 @@ def write(topic: str, result: dict[str, Any], file: Path | None = None) -> None:
     file = file or Path(__file__).parent / "results" / f"{topic}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     made = {} if "provenance" in result else {"provenance": provenance()}
-    file.write_text(json.dumps({**made, **result}, indent=2) + "\n")
+    file.write_text(hide(json.dumps({**made, **result}, indent=2)) + "\n")
     print(f"wrote {_shown(file)}")
 
 

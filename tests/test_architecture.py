@@ -55,7 +55,7 @@ def imports(file: Path) -> set[str]:
 
 def violations(layer: str, names: set[str]) -> list[str]:
     parts = [name.split(".") for name in names]
-    ours = {p[1] for p in parts if p[0] == "outrider" and len(p) > 1} - {"errors"}
+    ours = {p[1] for p in parts if p[0] == "outrider" and len(p) > 1} - {"errors", "redact"}
     engines = {p[0] for p in parts} & ENGINES
     return sorted(ours - MAY_IMPORT[layer]) + sorted(engines - MAY_USE.get(layer, set()))
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "audit_dependencies.py"
 
 
-@pytest.mark.parametrize("name", ["docs", "release"])
+@pytest.mark.parametrize("name", ["build", "docs", "image", "release"])
 def test_a_lock(name):
     asked = (ROOT / "requirements" / f"{name}.txt").read_text()
     blocks = re.split(r"\n(?=\S)", (ROOT / "requirements" / f"{name}.lock").read_text())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from outrider.redact import quoted, redact
+
 LONGEST = 1000
 """Characters of a line in a message."""
 
@@ -14,8 +16,8 @@ class OutriderError(Exception):
 
 
 def one_line(text: str) -> str:
-    """Return a text as one short line: others' messages may have many, and quote what they read."""
-    line = " ".join(filter(None, map(str.strip, text.splitlines())))
+    """Return a text as one short line without secrets: others' messages quote what they read."""
+    line = redact(" ".join(filter(None, map(str.strip, text.splitlines()))))
     return line if len(line) <= LONGEST else f"{line[:LONGEST]}..."
 
 
@@ -50,7 +52,7 @@ def reading(what: str, *, fix: str) -> Iterator[None]:
     try:
         yield
     except OTHER_FORM as error:
-        raise Unsupported(f"{what} cannot be read ({error!r:.200})", fix=fix) from error
+        raise Unsupported(f"{what} cannot be read ({quoted(error)})", fix=fix) from error
 
 
 class NoToken(OutriderError, RuntimeError):

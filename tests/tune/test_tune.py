@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -250,8 +251,7 @@ def test_flags_decide_how_many_drafts_a_server_allows(tmp_path, monkeypatch, fla
 
         def __init__(self, command, **more):
             seen.append(yaml.safe_load(Path(command[command.index("--profile") + 1]).read_text()))
-            said = "error: unrecognized arguments: --no-such-flag"
-            print(said, file=more["stdout"], flush=True)
+            self.stdout = BytesIO(b"error: unrecognized arguments: --no-such-flag\n")
 
         def poll(self):
             return 2

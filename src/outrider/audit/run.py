@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +58,8 @@ def run(
 
     prompts: themselves, or a file of which `count` are taken
     """
+    from outrider.report import document
+
     console = Console(stderr=True)
     if importlib.util.find_spec("scipy") is None:
         raise Unsupported("chi-square without scipy", fix="pip install 'outrider[tools]'")
@@ -68,9 +69,10 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     with _progress(console) as ticker:
         result = audit(names, asked, sampled, settings, ticker)
-    _write(result, out)
+    text = document(result.as_json())
+    _write(result, text, out)
     if as_json:
-        sys.stdout.write(_text(result))
+        sys.stdout.write(text)
     else:
         show(result, Console(highlight=False))
     console.print(f"{out / 'audit.json'}, {out / 'audit.html'}", highlight=False)
@@ -237,14 +239,10 @@ def _ask(
 # -- showing
 
 
-def _text(result: Result) -> str:
-    return json.dumps(result.as_json(), indent=1) + "\n"
-
-
-def _write(result: Result, out: Path) -> None:
+def _write(result: Result, text: str, out: Path) -> None:
     from outrider.audit.page import page
 
-    (out / "audit.json").write_text(_text(result), encoding="utf-8")
+    (out / "audit.json").write_text(text, encoding="utf-8")
     (out / "audit.html").write_text(page(result), encoding="utf-8")
 
 

@@ -44,13 +44,14 @@ def run(
     finally:
         for engine in engines:
             engine.close()
-    text = json.dumps(result.as_json(), indent=1)
     from outrider.bench.page import page
+    from outrider.report import document
 
-    (out / "bench.json").write_text(text + "\n", encoding="utf-8")
+    text = document(result.as_json())
+    (out / "bench.json").write_text(text, encoding="utf-8")
     (out / "bench.html").write_text(page(result), encoding="utf-8")
     if as_json:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text)
     else:
         show(result, Console())
     console.print(f"{out / 'bench.json'}, {out / 'bench.html'}", highlight=False)

@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from outrider.errors import OutriderError, UsageError
+from outrider.redact import redact
 from outrider.report.console import Exit, complain
 
 __all__ = ["Commands", "PassesOn", "passed_on"]
@@ -60,9 +61,11 @@ class Commands(TyperGroup):
             raise SystemExit(Exit.COULD_NOT_RUN) from None
         except Exception as error:
             if isinstance(error, typer.Abort) or hasattr(error, "exit_code"):
+                if hasattr(error, "message"):
+                    error.message = redact(error.message)
                 raise  # typer's own
             if ctx.params.get("debug"):
-                traceback.print_exc()
+                sys.stderr.write(redact(traceback.format_exc()))
             complain(Console(stderr=True), _said(error))
             code = Exit.USAGE if isinstance(error, UsageError) else Exit.COULD_NOT_RUN
             raise SystemExit(code) from error
@@ -74,8 +77,8 @@ def _said(error: Exception) -> str:
         wanted = f"'outrider[{EXTRAS[name]}]'" if name in EXTRAS else name
         return f"{name} cannot be imported here ({error}); pip install {wanted}"
     if isinstance(error, OutriderError | OSError):
-        return str(error)
+        return redact(str(error))
     return (
-        f"unexpected {type(error).__name__}: {error}; "
+        f"unexpected {type(error).__name__}: {redact(str(error))}; "
         "`outrider --debug ...` shows where, please report it"
     )

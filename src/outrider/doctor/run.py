@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -31,7 +30,7 @@ from outrider.doctor.pair import (
 from outrider.doctor.server import Served, ask, check_server
 from outrider.doctor.tokens import check_tokens
 from outrider.errors import Unsupported, UsageError, reading
-from outrider.report import provenance
+from outrider.report import document, provenance
 from outrider.report.console import Exit, printable
 
 __all__ = ["Report", "examine", "run", "show"]
@@ -100,7 +99,7 @@ def run(
     with console.status("looking at models and machine"):
         report = examine(target, draft, url, plan, memory_gib)
     if as_json:
-        sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n")
+        sys.stdout.write(document(report.as_json()))
     else:
         show(report, Console(), verbose)
     if report.count("problem"):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from outrider.errors import Unsupported, UsageError
+from outrider.redact import quoted
 
 __all__ = [
     "Answer",
@@ -220,7 +221,7 @@ def open_engine(spec: str) -> Engine:
 
         return LocalEngine(spec, model, _options(spec, given))
     raise UsageError(
-        f"{spec!r:.200} names no engine",
+        f"{quoted(spec)} names no engine",
         fix="use a server's address, http://host:port, or transformers:MODEL",
     )
 
@@ -254,7 +255,7 @@ def _body(spec: str, given: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(given)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{given!r:.200} is not JSON ({error})", fix="quote it") from error
+        raise UsageError(f"{quoted(given)} is not JSON ({error})", fix="quote it") from error
     return found
 
 
@@ -281,7 +282,7 @@ def _options(spec: str, given: str) -> Mapping[str, Any]:
     for part in filter(None, given.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
-            raise UsageError(f"{part!r} in {spec!r:.200}", fix="write key=value,key=value")
+            raise UsageError(f"{quoted(part)} in {quoted(spec)}", fix="write key=value,key=value")
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -289,7 +290,7 @@ def _options(spec: str, given: str) -> Mapping[str, Any]:
     drafts = found.get("max_drafts", 0)
     if not isinstance(drafts, int) or drafts < 0 or drafts is True:
         raise UsageError(
-            f"max_drafts={drafts} in {spec!r:.200}", fix="write a whole number, 0 or more"
+            f"max_drafts={drafts} in {quoted(spec)}", fix="write a whole number, 0 or more"
         )
     return found
 
@@ -302,7 +303,7 @@ def base_url(url: str) -> str:
     except ValueError:
         valid = False
     if not valid:
-        raise UsageError(f"{url!r:.200} is no address", fix="write it as http://localhost:30000")
+        raise UsageError(f"{quoted(url)} is no address", fix="write it as http://localhost:30000")
     return url.rstrip("/")
 
 

@@ -13,14 +13,19 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import IO, Any
 
 from outrider.errors import Unsupported, UsageError
+from outrider.redact import redact
 
 __all__ = ["child", "serving", "sglang_command", "tail"]
 
 START = 600.0
 """Seconds that a server may take to load."""
+
+WRITTEN = 5.0
+"""Seconds after a server's end in which the rest of its output is written."""
 
 
 def sglang_command() -> list[str]:
@@ -44,13 +49,29 @@ def serving(
     """
     port = _free_port()
     command = [*command, "--host", "127.0.0.1", "--port", str(port), "--enable-metrics"]
-    with (
-        log.open("w") as out,
-        child(command, stdout=out, stderr=subprocess.STDOUT, env=environment) as process,
-    ):
-        url = f"http://127.0.0.1:{port}"
-        _wait(url, process, log, limit)
-        yield url
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    out, copying = log.open("w", encoding="utf-8"), None
+    try:
+        with child(command, **options, env=environment) as process:
+            copying = Thread(target=_copy, args=(process.stdout, out), daemon=True)
+            copying.start()
+            url = f"http://127.0.0.1:{port}"
+            _wait(url, process, log, limit, copying)
+            yield url
+    finally:
+        if copying is not None:
+            copying.join(WRITTEN)
+
+
+def _copy(source: IO[bytes], log: IO[str]) -> None:
+    """Write what a server says into its log, line by line and without secrets.
+
+    SGLang says all of its arguments there, and users attach the log to an issue.
+    """
+    with source, log:
+        for line in source:
+            log.write(redact(line.decode(errors="replace")))
+            log.flush()
 
 
 @contextmanager
@@ -86,10 +107,13 @@ def _free_port() -> int:
     raise Unsupported("no free port", fix="end a server, or name a running one")
 
 
-def _wait(url: str, process: subprocess.Popen[bytes], log: Path, limit: float) -> None:
+def _wait(
+    url: str, process: subprocess.Popen[bytes], log: Path, limit: float, copying: Thread
+) -> None:
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if (code := process.poll()) is not None:
+            copying.join(WRITTEN)
             why = "; ".join(tail(log, 3))
             # argparse's code and ours: an option or the profile cannot be understood
             kind = UsageError if code == 2 else Unsupported

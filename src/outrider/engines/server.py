@@ -27,6 +27,7 @@ from outrider.engines.base import (
     said,
 )
 from outrider.errors import OTHER_FORM, Unsupported, reading
+from outrider.redact import redact
 
 __all__ = ["ServerEngine", "parse_metrics"]
 
@@ -206,7 +207,7 @@ class ServerEngine:
         """Return the model and what the server says about its version."""
         import json
 
-        found: dict[str, Any] = {"engine": self.spec, "model": self._model}
+        found: dict[str, Any] = {"engine": redact(self.spec), "model": self._model}
         for path, keys in (
             ("/get_server_info", SGLANG_FACTS),
             ("/version", ("version",)),

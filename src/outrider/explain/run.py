@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,15 +36,17 @@ def run(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     walk = _walk(options, url, console)
-    text = json.dumps(walk.as_json(), indent=1)
+    from outrider.report import document
+
+    text = document(walk.as_json())
     if as_json:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text)
     else:
         show(walk, Console(highlight=False))
     if out is not None:
         from outrider.explain.page import page
 
-        (out / "explain.json").write_text(text + "\n", encoding="utf-8")
+        (out / "explain.json").write_text(text, encoding="utf-8")
         (out / "explain.html").write_text(page(walk), encoding="utf-8")
         console.print(f"{out / 'explain.json'}, {out / 'explain.html'}", highlight=False)
     if walk.finish_reason == "interrupted":

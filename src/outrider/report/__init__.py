@@ -4,6 +4,6 @@
 """
 
 from outrider.report.page import Page, table
-from outrider.report.provenance import provenance
+from outrider.report.provenance import document, provenance
 
-__all__ = ["Page", "provenance", "table"]
+__all__ = ["Page", "document", "provenance", "table"]

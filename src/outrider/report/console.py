@@ -7,6 +7,8 @@ from enum import IntEnum
 from rich.console import Console
 from rich.text import Text
 
+from outrider.redact import hide
+
 __all__ = ["CONTROLS", "Exit", "complain", "printable", "words"]
 
 
@@ -37,8 +39,8 @@ _KEEP_LINES = {code: mark for code, mark in CONTROLS.items() if code not in (9, 
 
 
 def printable(text: str) -> str:
-    """Return what a model, a server or a file says so that it cannot steer a terminal."""
-    return text.translate(_KEEP_LINES)
+    """Return what a model, server or file says: it cannot steer a terminal, and has no secrets."""
+    return hide(text).translate(_KEEP_LINES)
 
 
 def words(text: object) -> Text:

@@ -1,7 +1,8 @@
-"""When, where, by which command and from which sources a result was made."""
+"""When, where, by which command and from which sources a result was made; secrets are in none."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import outrider
+from outrider.redact import hide, redact_args
 
-__all__ = ["installed", "provenance"]
+__all__ = ["document", "installed", "provenance"]
 
 PACKAGES = ("outrider", "torch", "triton", "transformers", "sglang", "vllm")
 
@@ -22,7 +24,7 @@ def provenance() -> dict[str, Any]:
     """Return what made a figure: date, command, commit, versions, machine."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "argv": [Path(sys.argv[0]).name, *redact_args(sys.argv[1:])],
         "commit": _commit(),
         "versions": {
             "python": platform.python_version(),
@@ -30,6 +32,11 @@ def provenance() -> dict[str, Any]:
         },
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "platform": platform.platform()},
     }
+
+
+def document(result: Any) -> str:
+    """Return a result as the JSON document that a tool writes or prints, without secrets."""
+    return hide(json.dumps(result, indent=1)) + "\n"
 
 
 def installed(package: str) -> str | None:

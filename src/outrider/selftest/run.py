@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -34,6 +33,8 @@ COLOURS = {"good": "green", "bad": "red", "other": "yellow"}
 
 def run(device: str | None, out: Path, quick: bool, as_json: bool) -> None:
     """Check, measure, write both files. Ends with 1 if a check failed."""
+    from outrider.report import document
+
     # progress goes to stderr: stdout is the table's, or the document's
     console = Console(stderr=True)
     for package, fix in NEEDED.items():
@@ -42,11 +43,11 @@ def run(device: str | None, out: Path, quick: bool, as_json: bool) -> None:
     setting = prepare(device, quick)
     out.mkdir(parents=True, exist_ok=True)
     report = examine(setting, console)
-    text = json.dumps(report.as_json(), indent=1)
-    (out / "selftest.json").write_text(text + "\n", encoding="utf-8")
+    text = document(report.as_json())
+    (out / "selftest.json").write_text(text, encoding="utf-8")
     (out / "selftest.html").write_text(report.page(), encoding="utf-8")
     if as_json:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text)
     else:
         show(report, Console())
     console.print(f"{out / 'selftest.json'}, {out / 'selftest.html'}", highlight=False)

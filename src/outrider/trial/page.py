@@ -46,7 +46,9 @@ def page(trial: Trial) -> str:
     if skipped:
         made.section("Skipped", _wrapped(table(["servers", "why"], skipped)))
     made.section("What outrider doctor says", _doctor(trial.doctor))
-    made.made_with({**trial.provenance, "options_of_the_servers": " ".join(trial.wanted.flags)})
+    made.made_with(
+        {**trial.provenance, "options_of_the_servers": " ".join(trial.wanted.arguments["flags"])}
+    )
     return made.html()
 
 

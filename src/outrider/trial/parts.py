@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from outrider.redact import hide
+
 __all__ = ["KERNELS", "Parts"]
 
 FORMAT = 2
@@ -65,6 +67,7 @@ class Parts:
 
     def put(self, name: str, found: Mapping[str, Any]) -> None:
         """Keep what a part found, whole or not at all."""
+        found = json.loads(hide(json.dumps(found)))
         document = {"made_with": self._made_with(name), "sha256": _digest(found), "found": found}
         unfinished = self.path(name, ".unfinished")
         unfinished.write_text(json.dumps(document) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from outrider.engines import draft_kind
 from outrider.engines.process import sglang_command
 from outrider.errors import UsageError
+from outrider.redact import quoted, redact_args
 
 __all__ = [
     "DETERMINISTIC",
@@ -88,7 +89,7 @@ class Wanted:
             "draft": self.draft and _place(self.draft),
             "requests": self.requests,
             "quick": self.quick,
-            "flags": list(self.flags),
+            "flags": redact_args(self.flags),
         }
 
 
@@ -158,7 +159,7 @@ def check_flags(flags: Sequence[str]) -> None:
     """Refuse options for the servers that this command gives itself."""
     if flags and not flags[0].startswith("-"):
         raise UsageError(
-            f"{flags[0]!r:.200} after --",
+            f"{quoted(flags[0])} after --",
             fix="put TARGET and DRAFT before --, SGLang's options after",
         )
     for name in sorted(_names(flags) & {*RESERVED}):

@@ -19,7 +19,7 @@ from rich.console import Console
 from outrider.engines import open_engine
 from outrider.engines.process import child, serving, sglang_command, tail
 from outrider.errors import OutriderError, Unsupported, UsageError
-from outrider.report import provenance
+from outrider.report import document, provenance
 from outrider.report.console import Exit, complain, printable
 from outrider.trial.ask import examine
 from outrider.trial.page import page
@@ -232,7 +232,7 @@ def _server_part(
 
 def _write(trial: Trial, as_json: bool, console: Console) -> None:
     out: Path = trial.wanted.out
-    text = json.dumps(trial.as_json(), indent=1) + "\n"
+    text = document(trial.as_json())
     (out / "server.json").write_text(text, encoding="utf-8")
     (out / "server.html").write_text(page(trial), encoding="utf-8")
     if as_json:

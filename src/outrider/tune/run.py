@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 
 from outrider.errors import Unsupported, UsageError
+from outrider.redact import hide, redact_args
 from outrider.report.console import Exit
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def run(wanted: Wanted, as_json: bool) -> None:
         )
     if wanted.flags and not any(flag.startswith(("--model", "--config")) for flag in wanted.flags):
         raise UsageError(
-            f"{' '.join(wanted.flags):.200} without a model to serve",
+            f"{' '.join(redact_args(wanted.flags)):.200} without a model to serve",
             fix="add --model-path; options of SGLang's are passed on, all others are `tune --help`",
         )
     console = Console(stderr=True)
@@ -183,13 +183,13 @@ def _write(
     as_json: bool,
     console: Console,
 ) -> None:
-    from outrider.report import provenance
+    from outrider import report
     from outrider.tune.advice import about
     from outrider.tune.page import page
 
-    advice, made = _advice(search, bits, tried), provenance()
-    text = advice.yaml(about(facts, search, wanted.workload, made["date"]))
-    document = json.dumps(
+    advice, made = _advice(search, bits, tried), report.provenance()
+    text = hide(advice.yaml(about(facts, search, wanted.workload, made["date"])))
+    document = report.document(
         {
             "outrider_tune": 1,
             "interrupted": interrupted,
@@ -204,16 +204,15 @@ def _write(
             "draft_bits_tried": tried and {"few": tried[0], "own": tried[1]},
             "max_tokens": search.tokens,
             "trials": [asdict(trial) for trial in search.trials],
-        },
-        indent=1,
+        }
     )
     (wanted.out / "profile.yaml").write_text(text, encoding="utf-8")
-    (wanted.out / "tune.json").write_text(document + "\n", encoding="utf-8")
+    (wanted.out / "tune.json").write_text(document, encoding="utf-8")
     subtitle = f"{facts.get('model')}: {wanted.workload}, {wanted.concurrency} at once"
     html = page(search, advice, text, made, subtitle, interrupted)
     (wanted.out / "tune.html").write_text(html, encoding="utf-8")
     if as_json:
-        sys.stdout.write(document + "\n")
+        sys.stdout.write(document)
     elif not sys.stdout.isatty():
         sys.stdout.write(text)  # not folded: it may become a file
     else:
