@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -22,10 +22,10 @@ __all__ = [
     "Query",
     "Refused",
     "Token",
-    "authorization",
     "base_url",
     "both_modes",
     "open_engine",
+    "shown_url",
 ]
 
 
@@ -220,7 +220,7 @@ def open_engine(spec: str) -> Engine:
 
         return LocalEngine(spec, model, _options(spec, given))
     raise UsageError(
-        f"{spec!r:.200} names no engine",
+        f"{_without_password(spec)!r:.200} names no engine",
         fix="use a server's address, http://host:port, or transformers:MODEL",
     )
 
@@ -238,7 +238,7 @@ def both_modes(spec: str) -> tuple[str, str]:
         algorithm = engine.facts().get("speculative_algorithm")
     if algorithm != "OUTRIDER" or given.startswith("{"):
         raise UsageError(
-            f"{spec} cannot be asked to answer without drafts",
+            f"{shown_url(spec)} cannot be asked to answer without drafts",
             fix="name two engines, the plain one first",
         )
     options = [part for part in given.split(",") if part and not part.startswith("max_drafts=")]
@@ -281,7 +281,9 @@ def _options(spec: str, given: str) -> Mapping[str, Any]:
     for part in filter(None, given.split(",")):
         key, equals, value = part.partition("=")
         if not equals:
-            raise UsageError(f"{part!r} in {spec!r:.200}", fix="write key=value,key=value")
+            raise UsageError(
+                f"{part!r} in {shown_url(spec)!r:.200}", fix="write key=value,key=value"
+            )
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:
@@ -289,7 +291,8 @@ def _options(spec: str, given: str) -> Mapping[str, Any]:
     drafts = found.get("max_drafts", 0)
     if not isinstance(drafts, int) or drafts < 0 or drafts is True:
         raise UsageError(
-            f"max_drafts={drafts} in {spec!r:.200}", fix="write a whole number, 0 or more"
+            f"max_drafts={drafts} in {shown_url(spec)!r:.200}",
+            fix="write a whole number, 0 or more",
         )
     return found
 
@@ -301,12 +304,19 @@ def base_url(url: str) -> str:
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         valid = False
-    if not valid:
-        raise UsageError(f"{url!r:.200} is no address", fix="write it as http://localhost:30000")
+    if not valid or parts.query or parts.fragment:
+        raise UsageError(
+            f"{_without_password(url)!r:.200} is no address",
+            fix="write it as http://localhost:30000",
+        )
     return url.rstrip("/")
 
 
-def authorization() -> dict[str, str]:
-    """Return the header that a server with a key wants: the key is $OPENAI_API_KEY."""
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+def shown_url(url: str) -> str:
+    """Return a server's address without the user and the password in it: as tools write it."""
+    return re.sub(r"^(https?://)[^/?#]*@", r"\1", url)
+
+
+def _without_password(text: str) -> str:
+    """Return what should have been an address: whatever stands before an @ may be a password."""
+    return re.sub(r"(^|//).*@", r"\1", text)
