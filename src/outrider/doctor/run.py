@@ -163,7 +163,7 @@ def _readable(path: str | None) -> Model | None:
     """Return the model that a server named, if its files can be read from here."""
     try:
         return read_model(path) if path else None
-    except Unsupported:
+    except (Unsupported, OSError):
         return None
 
 
