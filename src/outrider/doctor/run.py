@@ -32,7 +32,7 @@ from outrider.doctor.server import Served, ask, check_server
 from outrider.doctor.tokens import check_tokens
 from outrider.errors import Unsupported, UsageError, reading
 from outrider.report import provenance
-from outrider.report.console import Exit, printable
+from outrider.report.console import Exit, Terminal, printable
 
 __all__ = ["Report", "examine", "run", "show"]
 
@@ -95,14 +95,14 @@ def run(
     as_json: bool,
 ) -> None:
     """Look, and say what was found. Ends with 1 if there is a problem."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it looks, it does not fetch
     with console.status("looking at models and machine"):
         report = examine(target, draft, url, plan, memory_gib)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n")
     else:
-        show(report, Console(), verbose)
+        show(report, Terminal(), verbose)
     if report.count("problem"):
         raise SystemExit(Exit.FINDING)
 
