@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from uuid import uuid4
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from outrider.engines.http import Client, Exchange, Limits, Response, fault
 from outrider.engines.replies import Id, Logprob, Name, Reply
@@ -35,6 +35,9 @@ stream has all tokens so far."""
 
 MOST_DRAFTS = 100_000
 """Drafts of all steps together that are shown."""
+
+MOST_OF_STEP = 1024
+"""Drafts of a step, and tokens that it emits."""
 
 LONGEST_TOKEN = 1000
 """Characters that a token may have."""
@@ -84,6 +87,22 @@ class _Meta(Reply):
         ]
         | None
     ) = None
+
+
+Tokens = Annotated[tuple[Id, ...], Field(max_length=MOST_OF_STEP)]
+
+
+class _Step(StepRecord):
+    """A step as a server tells it, with bounds."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    drafter: Annotated[str, Field(max_length=200)]
+    drafts: Tokens
+    parents: Annotated[tuple[Annotated[int, Field(ge=-1)], ...], Field(max_length=MOST_OF_STEP)]
+    kept: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MOST_OF_STEP)]
+    emitted: Tokens
+    seconds: Annotated[float, Field(ge=0, le=1e6)] | None = None
 
 
 class _Generated(Reply):
@@ -306,7 +325,7 @@ def _steps(first: int, told: Any) -> list[StepRecord]:
     """Return the steps; the first token, of the prompt's pass, is in none of the server's."""
     read = StepRecord(drafter="", drafts=(), parents=(), kept=(), emitted=(first,))
     try:
-        steps = [read, *TypeAdapter(list[StepRecord]).validate_python(told)]
+        steps = [read, *TypeAdapter(list[_Step]).validate_python(told)]
     except ValidationError as error:
         raise Unsupported(
             f"steps that cannot be read ({fault(error)})",
