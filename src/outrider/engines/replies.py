@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 __all__ = ["Completion", "Count", "Id", "Logprob", "ModelCard", "ModelList", "Name", "Reply"]
 
 TOKENS = 200_000
 """Tokens of one answer."""
 
-# C0, C1, line and paragraph separators, and what turns the direction of text
-_STEERS = r"\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069"
-Name = Annotated[str, StringConstraints(max_length=1000, pattern=f"^[^{_STEERS}]*$")]
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it has control characters")
+    return text
+
+
+Name = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 """A model, a path, a version, a drafter: one line, as it is shown."""
 
 Count = Annotated[int, Field(ge=0, le=2**31)]

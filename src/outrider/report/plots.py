@@ -90,7 +90,10 @@ def svg(figure: Any, axes: Any, title: str, salt: str) -> str:
         text.set_fontsize(9)
     out = io.StringIO()
     # text stays text
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": printable(salt)}), warnings.catch_warnings():
+    with (
+        mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": printable(salt)}),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # the browser has glyphs that matplotlib lacks
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
