@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from outrider.engines import Counts, Query, draft_kind, open_engine
-from outrider.engines.server import parse_metrics
+from outrider.engines.counters import parse_metrics
 from outrider.errors import Unsupported, UsageError
 
 WORDS = ["one", " two", " three"]
@@ -110,7 +110,6 @@ class Fake(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def url():
-    pytest.importorskip("openai")
     Fake.bodies.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -158,8 +157,9 @@ def test_counters_are_read(url):
     assert counts.step_seconds == 0.05
     assert (counts - counts).emitted == 0
     assert counts.as_json()["by_drafter"] == {"model": 10, "suffix": 20}
-    samples = parse_metrics('a:b_total{x="1",y="q\\"}"} 2e3\n# no\nc 1')
-    assert samples == [("a:b_total", {"x": "1", "y": 'q\\"}'}, 2000.0), ("c", {}, 1.0)]
+    name = "outrider:verify_steps_total"
+    samples = parse_metrics(f'{name}{{x="1",y="q\\"}}"}} 2e3\n# no\nc 1\n{name} 1 1700000000')
+    assert samples == [(name, {"x": "1", "y": 'q\\"}'}, 2000.0), (name, {}, 1.0)]
 
 
 def test_a_server_may_want_a_key(url, monkeypatch):

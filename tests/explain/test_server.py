@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from recordings import PROMPT
 
-from outrider.errors import Unsupported
+from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import ExplainOptions
 from outrider.explain.server import record
 from outrider.explain.walk import make_walk
@@ -184,8 +184,10 @@ def without(**changes):
     ("path", "reply", "says"),
     [
         ("/server_info", 404, "has no /server_info; give the URL of an SGLang"),
-        ("/server_info", b"<html>", "answers no JSON"),
-        ("/server_info", ["vLLM"], "is no SGLang server"),
+        ("/server_info", b"<html>", "cannot be read .Invalid JSON"),
+        ("/server_info", ["vLLM"], "cannot be read .*; give the URL of an SGLang server"),
+        ("/generate", [{**REPLY, "output_ids": [5] * 101}], "101 tokens where 100 were asked for"),
+        ("/generate", [without(output_token_logprobs=[[1000, 5, None]])], "cannot be read"),
         ("/server_info", (401, {}), "set OPENAI_API_KEY"),
         (
             "/server_info",
@@ -223,11 +225,19 @@ def test_another_model(sglang):
 
 
 def test_chat_needs_the_template(sglang, model_dir):
-    sglang.replies["/server_info"] = {**INFO, "tokenizer_path": str(model_dir("tiny-target"))}
+    tokenizer = model_dir("tiny-target")
+    sglang.replies["/server_info"] = {**INFO, "model_path": str(tokenizer)}
     with pytest.raises(Unsupported, match="no chat template; leave out --chat"):
-        ask(sglang, chat=True)
-    sglang.replies["/server_info"] = {**INFO, "tokenizer_path": "/not/here"}
+        ask(sglang, chat=True, target=str(tokenizer))
+    sglang.replies["/server_info"] = {**INFO, "model_path": "/elsewhere/target"}
     with pytest.raises(Unsupported, match=r"not here.*--target"):
+        ask(sglang, chat=True, target="/not/here/target")
+
+
+def test_a_server_does_not_choose_which_files_are_opened(sglang, model_dir):
+    """Its tokenizer_path was loaded, and its chat template was run."""
+    sglang.replies["/server_info"] = {**INFO, "tokenizer_path": str(model_dir("tiny-target"))}
+    with pytest.raises(UsageError, match="name its folder: --target"):
         ask(sglang, chat=True)
 
 

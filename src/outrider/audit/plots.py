@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 
 from outrider.audit.distribution import DistributionTest
+from outrider.report.console import printable
 
 __all__ = ["cut", "histogram", "outcomes", "visible"]
 
@@ -62,15 +62,13 @@ def outcomes(test: DistributionTest) -> str:
     axes.set_xlim(left=0)
     axes.locator_params(axis="x", nbins=5)
     title = f"prompt {(test.prompt or 0) + 1}, {test.way}: corrected p {test.corrected:.2g}"
-    with warnings.catch_warnings():  # the browser has glyphs that matplotlib lacks
-        warnings.simplefilter("ignore")
-        return plots.svg(figure, axes, title, f"audit sampling {test.prompt}")
+    return plots.svg(figure, axes, title, f"audit sampling {test.prompt}")
 
 
 def _label(outcome: tuple[str, ...] | None) -> str:
     if outcome is None:
         return "all others"
-    return cut(visible("".join(outcome)) or "(nothing)", 22).replace("$", r"\$")
+    return printable(cut(visible("".join(outcome)) or "(nothing)", 22)).replace("$", r"\$")
 
 
 def visible(text: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from outrider.audit.distribution import LENGTH
@@ -29,7 +29,7 @@ from outrider.audit.result import (
 )
 from outrider.engines import Answer, Counts, Engine, Query, Refused, both_modes, open_engine
 from outrider.errors import Unsupported
-from outrider.report.console import printable
+from outrider.report.console import Stage, Terminal, printable
 
 __all__ = ["audit", "run"]
 
@@ -60,7 +60,7 @@ def run(
     """
     from outrider.report import document
 
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     if importlib.util.find_spec("scipy") is None:
         raise Unsupported("chi-square without scipy", fix="pip install 'outrider[tools]'")
     asked = read_prompts(prompts)[:count] if isinstance(prompts, Path) else prompts
@@ -74,7 +74,7 @@ def run(
     if as_json:
         sys.stdout.write(text)
     else:
-        show(result, Console(highlight=False))
+        show(result, Terminal())
     console.print(f"{out / 'audit.json'}, {out / 'audit.html'}", highlight=False)
     if result.exit_code:
         raise SystemExit(result.exit_code)
@@ -83,7 +83,7 @@ def run(
 @contextmanager
 def _progress(console: Console) -> Iterator[Ticker]:
     columns = (
-        TextColumn("{task.description:<26}"),
+        Stage("{task.description:<26}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

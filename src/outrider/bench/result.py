@@ -78,7 +78,10 @@ class Result:
         if steps:
             decode = reduce(add, steps).step_seconds
         else:
-            decode = cell.concurrency / spread([run.speed for run in plain])["median"]
+            speed = spread([run.speed for run in plain])["median"]
+            decode = cell.concurrency / speed if speed else 0.0
+        if round(decode, 5) <= 0 or round(total.step_seconds, 5) <= 0:
+            return None  # counters that tell of steps and not of their time
         found = {
             "tokens_per_step": total.tokens_per_step,
             "step_seconds": total.step_seconds,
@@ -137,21 +140,21 @@ class _Read(BaseModel):
 
 
 class _Spread(_Read):
-    median: float = Field(gt=0)
-    min: float
-    max: float
+    median: float = Field(gt=1e-9, lt=1e9)
+    min: float = Field(ge=0, lt=1e9)
+    max: float = Field(ge=0, lt=1e9)
 
 
 class _Cell(_Read):
-    workload: str
-    concurrency: int
-    rate: Optional[float]  # noqa: UP045 - pydantic reads it at run time, on Python 3.10 too
+    workload: str = Field(max_length=1000)
+    concurrency: int = Field(ge=1, le=10**6)
+    rate: Optional[float] = Field(gt=0, le=1e9)  # noqa: UP045 - pydantic reads it at run time
     engine: int = Field(ge=0)
     times_plain: Optional[_Spread] = None  # noqa: UP045
 
 
 class _Engine(_Read):
-    engine: str
+    engine: str = Field(max_length=1000)
 
 
 class _Document(_Read):

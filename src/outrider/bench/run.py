@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Column, Table
 
 from outrider.errors import Unsupported, UsageError
-from outrider.report.console import Exit, words
+from outrider.report.console import Exit, Stage, Terminal, words
 
 if TYPE_CHECKING:
     from outrider.bench.result import Result
@@ -29,7 +29,7 @@ def run(
     specs: Sequence[str], workloads: Sequence[str], out: Path, as_json: bool, **plan: Any
 ) -> None:
     """Measure, write both files. Ends with 1 if answers differ."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     with console.status("opening the engines"):
         result, engines = prepare(specs, workloads, **plan)
         out.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def run(
     if as_json:
         sys.stdout.write(text)
     else:
-        show(result, Console())
+        show(result, Terminal())
     console.print(f"{out / 'bench.json'}, {out / 'bench.html'}", highlight=False)
     if failed is not None:
         raise failed
@@ -116,7 +116,7 @@ def _measure(result: Result, engines: Sequence[Engine], console: Console) -> Non
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        Stage(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
@@ -190,4 +190,4 @@ def run_compare(old: Path, new: Path, as_json: bool) -> None:
         clear = "clear" if one["clear"] else "within the spread"
         cells = words(one["cell"]), words(one["engine"])
         table.add_row(*cells, *spreads, f"{one['ratio']:.2f}", clear)
-    Console().print(table)
+    Terminal().print(table)

@@ -8,18 +8,16 @@ import traceback
 from typing import Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 from outrider.errors import OutriderError, UsageError
 from outrider.redact import redact
-from outrider.report.console import Exit, complain
+from outrider.report.console import Exit, Terminal, complain
 
 __all__ = ["Commands", "PassesOn", "passed_on"]
 
 EXTRAS = {
     "matplotlib": "tools",
-    "openai": "tools",
     "scipy": "tools",
     "torch": "transformers",
     "transformers": "transformers",
@@ -54,7 +52,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            complain(Console(stderr=True), "interrupted")
+            complain(Terminal(stderr=True), "interrupted")
             raise SystemExit(Exit.INTERRUPTED) from None
         except BrokenPipeError:  # whoever read our output has left
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,7 +64,7 @@ class Commands(TyperGroup):
                 raise  # typer's own
             if ctx.params.get("debug"):
                 sys.stderr.write(redact(traceback.format_exc()))
-            complain(Console(stderr=True), _said(error))
+            complain(Terminal(stderr=True), _said(error))
             code = Exit.USAGE if isinstance(error, UsageError) else Exit.COULD_NOT_RUN
             raise SystemExit(code) from error
 

@@ -31,7 +31,7 @@ from outrider.doctor.server import Served, ask, check_server
 from outrider.doctor.tokens import check_tokens
 from outrider.errors import Unsupported, UsageError, reading
 from outrider.report import document, provenance
-from outrider.report.console import Exit, printable
+from outrider.report.console import Exit, Terminal, printable
 
 __all__ = ["Report", "examine", "run", "show"]
 
@@ -94,14 +94,14 @@ def run(
     as_json: bool,
 ) -> None:
     """Look, and say what was found. Ends with 1 if there is a problem."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it looks, it does not fetch
     with console.status("looking at models and machine"):
         report = examine(target, draft, url, plan, memory_gib)
     if as_json:
         sys.stdout.write(document(report.as_json()))
     else:
-        show(report, Console(), verbose)
+        show(report, Terminal(), verbose)
     if report.count("problem"):
         raise SystemExit(Exit.FINDING)
 
@@ -162,7 +162,7 @@ def _readable(path: str | None) -> Model | None:
     """Return the model that a server named, if its files can be read from here."""
     try:
         return read_model(path) if path else None
-    except Unsupported:
+    except (Unsupported, OSError):
         return None
 
 

@@ -3,26 +3,75 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, ValidationError
 
 from outrider.doctor.finding import Finding
 from outrider.doctor.known_bad import OURS, OWN
 from outrider.doctor.model import Model
 from outrider.doctor.pair import Plan
 from outrider.doctor.weights import BYTES
-from outrider.engines import authorization, base_url
-from outrider.errors import Unsupported
+from outrider.engines import base_url
+from outrider.engines.http import Client, Limits
+from outrider.engines.replies import ModelList, Name, Reply
+from outrider.errors import OTHER_FORM, Unsupported
 
 __all__ = ["Served", "ask", "check_server"]
 
-TIMEOUT = 20.0
+PAGE = Limits(seconds=20.0)
+"""What a page of facts may take."""
+
+NO_OBJECT = ("json_invalid", "model_type", "model_attributes_type")
+"""What pydantic calls a page that is no JSON object."""
+
 NAMES = {"sglang": "SGLang", "vllm": "vLLM"}
+
+
+Tokens = Annotated[int, Field(ge=0, le=2**40)]
+Threshold = Annotated[float, Field(ge=0, le=1)]
+Page = TypeVar("Page", bound=Reply)
+
+
+class _ModelInfo(Reply):
+    """SGLang's /model_info."""
+
+    model_path: Name = ""
+
+
+class _Version(Reply):
+    """vLLM's /version."""
+
+    version: Name | None = None
+
+
+class _Arguments(Reply):
+    """SGLang's /server_info: its arguments, with what its scheduler says.
+
+    Those that are not here are looked at only to see whether they are set.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    version: Name | None = None
+    served_model_name: Name | None = None
+    speculative_algorithm: Name | None = None
+    speculative_num_steps: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    speculative_draft_model_path: Name | None = None
+    speculative_accept_threshold_single: Threshold | None = None
+    speculative_accept_threshold_acc: Threshold | None = None
+    attention_backend: Name | None = None
+    device: Name | None = None
+    dtype: Name | None = None
+    enable_deterministic_inference: bool | None = None
+    tp_size: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    context_length: Tokens | None = None
+    max_total_num_tokens: Tokens | None = None
+    max_running_requests: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -96,52 +145,49 @@ class Served:
 
 def ask(url: str) -> Served:
     """Ask a server what it serves. Raises Unsupported if none answers, or no model server."""
-    root = base_url(url if "://" in url else f"http://{url}").removesuffix("/v1")
-    info = _get(root, "/model_info") or _get(root, "/get_model_info")
-    if isinstance(info, dict) and info.get("model_path"):
-        said = _get(root, "/server_info") or _get(root, "/get_server_info")
-        arguments = said if isinstance(said, dict) else {}
-        served = [info["model_path"], arguments.get("served_model_name")]
+    client = Client(base_url(url if "://" in url else f"http://{url}").removesuffix("/v1"))
+    root = client.shown
+    info = _page(client, _ModelInfo, "/model_info", "/get_model_info")
+    if info is not None and info.model_path:
+        said = _page(client, _Arguments, "/server_info", "/get_server_info") or _Arguments()
+        served = [info.model_path, said.served_model_name]
         return Served(
             root,
-            tuple(dict.fromkeys(str(name) for name in served if name)),
-            arguments,
-            {"sglang": str(arguments["version"])} if "version" in arguments else {},
-            arguments.get("context_length"),
+            tuple(dict.fromkeys(name for name in served if name)),
+            said.model_dump(exclude_unset=True),
+            {"sglang": said.version} if said.version else {},
+            said.context_length,
         )
-    listed = _get(root, "/v1/models")
-    found = listed.get("data") if isinstance(listed, dict) else None
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    listed = _page(client, ModelList, "/v1/models")
+    if listed is None:
         raise Unsupported(
             f"what answers at {root} is no model server: neither /model_info nor /v1/models",
             fix="give the address of SGLang, vLLM or another server with OpenAI's API",
         )
-    names = [str(one[key]) for one in found for key in ("id", "root") if one.get(key)]
+    names = [name for one in listed.data for name in (one.id, one.root) if name]
     if not names:
         raise Unsupported(f"{root} serves no model", fix="wait until it has loaded one")
-    version = _get(root, "/version")
-    is_vllm = found[0].get("owned_by") == "vllm" and isinstance(version, dict)
-    versions = {"vllm": str(version.get("version"))} if is_vllm else {}
-    return Served(root, tuple(dict.fromkeys(names)), None, versions, found[0].get("max_model_len"))
+    first, about = listed.data[0], _page(client, _Version, "/version")
+    is_vllm = first.owned_by == "vllm" and about is not None and about.version
+    versions = {"vllm": str(about.version)} if is_vllm and about is not None else {}
+    return Served(root, tuple(dict.fromkeys(names)), None, versions, first.max_model_len)
 
 
-def _get(root: str, path: str) -> Any:
-    """Return an answer's JSON, None if the server has no such page or it is no JSON."""
-    request = urllib.request.Request(root + path, headers=authorization())
-    try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            return json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        if error.code in (401, 403):
-            raise Unsupported(f"{root} wants a key", fix="set OPENAI_API_KEY to it") from error
-        return None
-    except (urllib.error.URLError, TimeoutError, OSError) as error:
-        reason = getattr(error, "reason", error)
-        raise Unsupported(
-            f"no server answers at {root} ({reason})", fix="start it, or mend the address"
-        ) from error
-    except (ValueError, RecursionError):
-        return None
+def _page(client: Client, kind: type[Page], *paths: str) -> Page | None:
+    """Return the first of these pages that the server has; None if it has none, or it is no JSON.
+
+    Raises Unsupported if a page has other values than it may have.
+    """
+    for path in paths:
+        response = client.ask(path, None, PAGE)
+        if response.status == 200:
+            try:
+                return kind.model_validate_json(response.body)
+            except ValidationError as error:
+                if error.error_count() == 1 and error.errors()[0]["type"] in NO_OBJECT:
+                    continue
+                return response.parsed(kind)  # it raises
+    return None
 
 
 def is_same(model: Model, names: tuple[str, ...]) -> bool:
@@ -154,14 +200,26 @@ def is_same(model: Model, names: tuple[str, ...]) -> bool:
         if name == model.name:
             return True
         path = Path(name)
-        if (path / "config.json").is_file():
-            if path.resolve() == model.path.resolve():
-                return True
-            if json.loads((path / "config.json").read_text()) == model.whole:
+        if (config := _config(path)) is not None:
+            if config == model.whole or path.resolve() == model.path.resolve():
                 return True
         elif path.name.lower() == Path(model.name.rstrip("/")).name.lower():
             return True
     return False
+
+
+def _config(path: Path) -> Any:
+    """Return what stands in config.json of a directory that a server names; None if it is not here.
+
+    What is no JSON is "": a model's is never that.
+    """
+    try:
+        file = path / "config.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except (ValueError, RecursionError):
+        return ""
+    except OSError:  # no path at all, or not for us
+        return None
 
 
 def check_server(
@@ -260,7 +318,7 @@ def _refused(arguments: Mapping[str, Any]) -> Iterator[Finding]:
             continue
         try:
             refused = refusal.asks(SimpleNamespace(**arguments))
-        except (AttributeError, TypeError):  # another SGLang has other settings
+        except OTHER_FORM:  # another SGLang has other settings
             continue
         if refused:
             why = "with OUTRIDER the server would stop at start"

@@ -21,10 +21,10 @@ from outrider.engines.base import (
     Query,
     Refused,
     Token,
-    authorization,
     base_url,
     both_modes,
     open_engine,
+    shown_url,
 )
 from outrider.engines.models import (
     check_drafter,
@@ -41,7 +41,6 @@ __all__ = [
     "Query",
     "Refused",
     "Token",
-    "authorization",
     "base_url",
     "both_modes",
     "check_drafter",
@@ -50,4 +49,5 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "open_engine",
+    "shown_url",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -23,10 +23,10 @@ __all__ = [
     "Query",
     "Refused",
     "Token",
-    "authorization",
     "base_url",
     "both_modes",
     "open_engine",
+    "shown_url",
 ]
 
 
@@ -239,7 +239,7 @@ def both_modes(spec: str) -> tuple[str, str]:
         algorithm = engine.facts().get("speculative_algorithm")
     if algorithm != "OUTRIDER" or given.startswith("{"):
         raise UsageError(
-            f"{spec} cannot be asked to answer without drafts",
+            f"{shown_url(spec)} cannot be asked to answer without drafts",
             fix="name two engines, the plain one first",
         )
     options = [part for part in given.split(",") if part and not part.startswith("max_drafts=")]
@@ -302,12 +302,16 @@ def base_url(url: str) -> str:
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         valid = False
-    if not valid:
+    if not valid or parts.query or parts.fragment:
         raise UsageError(f"{quoted(url)} is no address", fix="write it as http://localhost:30000")
     return url.rstrip("/")
 
 
-def authorization() -> dict[str, str]:
-    """Return the header that a server with a key wants: the key is $OPENAI_API_KEY."""
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+def shown_url(url: str) -> str:
+    """Return a server's address without the user and the password in it: as tools write it."""
+    return re.sub(r"^(https?://)[^/?#]*@", r"\1", url)
+
+
+def _without_password(text: str) -> str:
+    """Return what should have been an address: whatever stands before an @ may be a password."""
+    return re.sub(r"(^|//).*@", r"\1", text)

@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
+from outrider.engines.http import Client, Limits
 from outrider.errors import Unsupported, UsageError
 from outrider.redact import redact
 
@@ -110,7 +110,7 @@ def _free_port() -> int:
 def _wait(
     url: str, process: subprocess.Popen[bytes], log: Path, limit: float, copying: Thread
 ) -> None:
-    deadline = time.monotonic() + limit
+    client, deadline = Client(url), time.monotonic() + limit
     while time.monotonic() < deadline:
         if (code := process.poll()) is not None:
             copying.join(WRITTEN)
@@ -118,8 +118,9 @@ def _wait(
             # argparse's code and ours: an option or the profile cannot be understood
             kind = UsageError if code == 2 else Unsupported
             raise kind(f"the server did not start: {why}", fix=f"all of it is in {log}")
-        with suppress(OSError), urllib.request.urlopen(url + "/health", timeout=5):
-            return
+        with suppress(Unsupported):
+            if client.ask("/health", limits=Limits(seconds=5.0)).status == 200:
+                return
         time.sleep(0.5)
     raise Unsupported(f"no answer from the server in {limit:.0f} s", fix=f"look into {log}")
 

@@ -60,12 +60,12 @@ def page(walk: Walk) -> str:
         "bad" if walk.plain is not None and not walk.plain.equal else "good",
         f"{about}, {str(walk.provenance.get('date', ''))[:10]}",
         style,
+        _SCRIPT,
     )
     made.add(*_figures(walk), f"<p class='how'>{HOW_TO_READ}</p>")
     made.section("The text", "".join(_story(walk)))  # every space in it counts
     made.section("Tokens in each step", *_strip(walk))
     made.section("Step by step", *_cards(walk))
-    made.add(f"<script>{_SCRIPT}</script>")
     made.made_with({**{k: v for k, v in settings.items() if v is not None}, **walk.provenance})
     return made.html()
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import Decode, ExplainOptions, OnTokens, Recording
 from outrider.explain.terminal import show
 from outrider.explain.walk import Walk, make_walk
-from outrider.report.console import Exit
+from outrider.report.console import Exit, Stage, Terminal
 
 __all__ = ["run"]
 
@@ -32,7 +32,7 @@ def run(
     url: of a server; without it, models run in this process
     out: a folder for explain.json and explain.html
     """
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     walk = _walk(options, url, console)
@@ -42,7 +42,7 @@ def run(
     if as_json:
         sys.stdout.write(text)
     else:
-        show(walk, Console(highlight=False))
+        show(walk, Terminal())
     if out is not None:
         from outrider.explain.page import page
 
@@ -60,7 +60,7 @@ def _walk(options: ExplainOptions, url: str | None, console: Console) -> Walk:
     from outrider.report import provenance
 
     columns = (
-        TextColumn("{task.description}"),
+        Stage(),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

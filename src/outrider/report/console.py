@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import TextColumn
+from rich.segment import Segment
 from rich.text import Text
 
 from outrider.redact import hide
 
-__all__ = ["CONTROLS", "Exit", "complain", "printable", "words"]
+__all__ = ["CONTROLS", "Exit", "Stage", "Terminal", "complain", "printable", "words"]
 
 
 class Exit(IntEnum):
@@ -41,6 +45,34 @@ _KEEP_LINES = {code: mark for code, mark in CONTROLS.items() if code not in (9, 
 def printable(text: str) -> str:
     """Return what a model, server or file says: it cannot steer a terminal, and has no secrets."""
     return hide(text).translate(_KEEP_LINES)
+
+
+class Terminal(Console):
+    """A console whose text steers nothing: no markup in it, no control characters, no links.
+
+    Every tool prints on one, so that what a server or a file says needs no care where it is
+    printed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield the segments of what is printed; rich's own commands stay as they are."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable() or segment.text == "\n":
+                yield segment
+            else:
+                yield Segment(printable(segment.text), segment.style)
+
+
+class Stage(TextColumn):
+    """The description of a task in a progress bar: brackets in it are no markup."""
+
+    def __init__(self, text: str = "{task.description}") -> None:
+        super().__init__(text, markup=False)
 
 
 def words(text: object) -> Text:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ class Page:
     state: its colour
     subtitle: of what, and when
     style: CSS beyond that of all pages
+    script: the only one that a browser runs in the page; it stands at the end
     """
 
     tool: str
@@ -33,6 +36,7 @@ class Page:
     state: State = "good"
     subtitle: str = ""
     style: str = ""
+    script: str = ""
     parts: list[str] = field(default_factory=list)
 
     def add(self, *html: str) -> None:
@@ -62,6 +66,7 @@ class Page:
         lines = [
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{self._policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f"<title>{escape(self.tool)}: {escape(self.verdict)}</title>",
@@ -70,9 +75,22 @@ class Page:
             f"<h1>{escape(self.verdict)}</h1>",
             f"<p>{escape(self.subtitle)}</p></header>",
             *self.parts,
+            f"<script>{self.script}</script>" if self.script else "",
             "</main></body></html>\n",
         ]
         return printable("\n".join(lines))
+
+    @property
+    def _policy(self) -> str:
+        """What a browser may load: nothing from outside, and no script but the page's own."""
+        allowed = "'none'"
+        if self.script:
+            digest = hashlib.sha256(self.script.encode()).digest()
+            allowed = f"'sha256-{base64.b64encode(digest).decode()}'"
+        return (
+            f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+            "img-src data:; base-uri 'none'; form-action 'none'"
+        )
 
 
 def table(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
+from html import escape
 from typing import Any
 
-__all__ = ["COLOURS", "LINE", "TEXT", "colour", "name_ticks", "new_figure", "short", "svg"]
+from outrider.report.console import printable
+
+__all__ = ["COLOURS", "LINE", "TEXT", "colour", "name_ticks", "new_figure", "plain", "short", "svg"]
 
 # Matplotlib wants colours as numbers; these stand for the page's variables, which may change with
 # the reader's theme.
@@ -21,6 +25,9 @@ COLOURS = {
     "#010108": "var(--other)",
 }
 TEXT, LINE = "#010101", "#010102"
+
+MOST_TICKS = 32
+LONGEST_TITLE = 80
 
 
 def colour(variable: str) -> str:
@@ -47,9 +54,10 @@ def new_figure(width: float = 4.2, height: float = 3.0) -> tuple[Any, Any]:
 
 
 def name_ticks(axes: Any, values: Sequence[int], label: str) -> None:
-    """Mark these values, and no others, on the x axis."""
+    """Mark these values, and no others, on the x axis; of very many, some."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
+    values = values[:: -(-len(values) // MOST_TICKS) or 1]
     axes.xaxis.set_major_locator(FixedLocator(values))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([short(value) for value in values])
@@ -61,21 +69,32 @@ def short(number: int) -> str:
     return f"{number // 1024}k" if number and number % 1024 == 0 else str(number)
 
 
+def plain(text: str, length: int) -> str:
+    """Return a text in one line, without control characters, not longer than this."""
+    text = printable(" ".join(text[: 2 * length].split()))
+    return text if len(text) <= length else text[: length - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
 def svg(figure: Any, axes: Any, title: str, salt: str) -> str:
     """Return a figure as SVG for a page.
 
-    title: also read to those who do not see it
+    title: as plain text; also read to those who do not see it
     salt: ids differ between the plots of a page by it, and not between runs
     """
     import matplotlib as mpl
 
-    axes.set_title(title, color=TEXT, fontsize=10, loc="left")
+    title = plain(title, LONGEST_TITLE)
+    axes.set_title(title, color=TEXT, fontsize=10, loc="left", parse_math=False)
     for text in (axes.xaxis.label, axes.yaxis.label, *axes.texts):
         text.set_color(TEXT)
         text.set_fontsize(9)
     out = io.StringIO()
     # text stays text
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt}):
+    with (
+        mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": printable(salt)}),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # the browser has glyphs that matplotlib lacks
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
     text = text[text.index("<svg") :]
@@ -84,6 +103,6 @@ def svg(figure: Any, axes: Any, title: str, salt: str) -> str:
     # its size is the page's business; the ids of groups ("figure_1") would be there many times
     head, rest = text.split(">", 1)
     width, height = (part for part in head.split() if part.startswith(("width=", "height=")))
-    head = head.replace(width, 'role="img"').replace(height, f'aria-label="{title}"')
+    head = head.replace(width, 'role="img"').replace(height, f'aria-label="{escape(title)}"')
     start, end = rest.index("<metadata>"), rest.index("</metadata>") + len("</metadata>")
     return f"{head}>{rest[:start]}{rest[end:]}".replace('<g id="', '<g class="')

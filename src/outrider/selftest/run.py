@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import Unsupported
-from outrider.report.console import Exit
+from outrider.report.console import Exit, Stage, Terminal
 
 if TYPE_CHECKING:
     from outrider.selftest.check import Setting
@@ -36,7 +36,7 @@ def run(device: str | None, out: Path, quick: bool, as_json: bool) -> None:
     from outrider.report import document
 
     # progress goes to stderr: stdout is the table's, or the document's
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     for package, fix in NEEDED.items():
         if importlib.util.find_spec(package) is None:
             raise Unsupported(f"{package} is not installed here", fix=fix)
@@ -49,7 +49,7 @@ def run(device: str | None, out: Path, quick: bool, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(text)
     else:
-        show(report, Console())
+        show(report, Terminal())
     console.print(f"{out / 'selftest.json'}, {out / 'selftest.html'}", highlight=False)
     if report.failures:
         raise SystemExit(Exit.FINDING)
@@ -105,11 +105,11 @@ def examine(setting: Setting, console: Console) -> Report:
 
         checked = interpreter.checked()
     columns = (
-        TextColumn("{task.fields[part]:<10}"),
+        Stage("{task.fields[part]:<10}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        Stage(),
     )
     with Progress(*columns, console=console, transient=True) as progress, checked:
         checks, outcomes = all_checks(setting), []

@@ -20,7 +20,7 @@ from outrider.engines import open_engine
 from outrider.engines.process import child, serving, sglang_command, tail
 from outrider.errors import OutriderError, Unsupported, UsageError
 from outrider.report import document, provenance
-from outrider.report.console import Exit, complain, printable
+from outrider.report.console import Exit, Terminal, complain, printable
 from outrider.trial.ask import examine
 from outrider.trial.page import page
 from outrider.trial.parts import KERNELS, Parts
@@ -55,7 +55,7 @@ LINES = 20
 
 def run(wanted: Wanted, as_json: bool) -> None:
     """Do all parts that are not done, write both files. Ends with the exit code of the verdict."""
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     check_flags(wanted.flags)
     sglang_command()
     with _sigterm_interrupts():
@@ -238,5 +238,5 @@ def _write(trial: Trial, as_json: bool, console: Console) -> None:
     if as_json:
         sys.stdout.write(text)
     else:
-        show(trial, Console(highlight=False))
+        show(trial, Terminal())
     console.print(f"{out / 'server.json'}, {out / 'server.html'}", highlight=False)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from outrider.report.console import Exit, complain, printable, words
+from outrider.report.console import Exit, Stage, complain, printable, words
 from outrider.trial.ask import Ticker
 from outrider.trial.parts import KERNELS, Parts
 from outrider.trial.plan import SIDES, minutes, part_name
@@ -53,7 +53,7 @@ def _state(parts: Parts, name: str) -> str:
 def progress(name: str, console: Console) -> Iterator[Ticker]:
     """Show how far a part is. Yields what begins a stage of it."""
     columns = (
-        TextColumn("{task.description:<40}"),
+        Stage("{task.description:<40}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.errors import one_line
+from outrider.report.console import printable
 from outrider.tune.search import CLOSE, PLAIN, Candidate, Search
 
 __all__ = ["Advice", "advise"]
@@ -26,7 +28,7 @@ class Advice:
 
     def yaml(self, about: Iterable[str]) -> str:
         """Return the profile as YAML. about: lines that say what it was measured on."""
-        lines = [f"# {line}" for line in about]
+        lines = [f"# {printable(one_line(line))}" for line in about]
         for key, value in self.values.items():
             lines.append("")
             lines += [f"# {line}" for line in textwrap.wrap(self.reasons[key], 96)]

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn
 from rich.syntax import Syntax
 
 from outrider.errors import Unsupported, UsageError
 from outrider.redact import hide, redact_args
-from outrider.report.console import Exit
+from outrider.report.console import Exit, Stage, Terminal
 
 if TYPE_CHECKING:
     from outrider.engines import Engine
@@ -59,7 +59,7 @@ def run(wanted: Wanted, as_json: bool) -> None:
             f"{' '.join(redact_args(wanted.flags)):.200} without a model to serve",
             fix="add --model-path; options of SGLang's are passed on, all others are `tune --help`",
         )
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     texts = workload(wanted.workload, 12 * wanted.concurrency)
     wanted.out.mkdir(parents=True, exist_ok=True)
     traffic = Traffic(texts, wanted.concurrency, wanted.chat)
@@ -125,7 +125,7 @@ def _opened(
 
 
 def _search(search: Search, console: Console) -> None:
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (BarColumn(), TimeElapsedColumn(), Stage())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=1.0)
 
@@ -216,7 +216,7 @@ def _write(
     elif not sys.stdout.isatty():
         sys.stdout.write(text)  # not folded: it may become a file
     else:
-        Console().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
+        Terminal().print(Syntax(text, "yaml", background_color="default", word_wrap=True))
     different = sum(trial.asked - trial.same for trial in search.trials)
     if different:
         console.print(
