@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.doctor.finding import Finding, size
 from outrider.doctor.model import Model
-from outrider.doctor.weights import BYTES
+from outrider.checkpoint import BYTES
 
 __all__ = ["Cost", "Plan", "check_attention", "check_context", "check_cost", "check_kind"]
 

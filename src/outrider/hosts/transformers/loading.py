@@ -1,0 +1,147 @@
+"""Models and tokenizers from a directory, as data: the one place where Transformers loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from outrider.checkpoint import Checkpoint, check_files, checked
+from outrider.errors import Unsupported
+
+ONLY_DATA = {"trust_remote_code": False, "local_files_only": True}
+"""No code of a checkpoint is run or asked about, and nothing is fetched."""
+
+AGAIN = "download it again, as safetensors"
+_SPARE = 1 << 22  # numbers that a model may have beside those in its files
+_MOST_MODULES = 100_000
+_PER_BYTE = 8  # numbers of one bit
+
+
+def load_model(path: Path, dtype: Any = "auto") -> PreTrainedModel:
+    """Return the model in a directory, whole and finite, ready to generate.
+
+    Only safetensors are read, and none of its code is run. Its sizes are held against the headers
+    of its weights before memory is taken. Raises Unsupported for everything else.
+    """
+    found = checked(path)
+    what = f"the model at {path}"
+    with quiet(), _refusing(what, AGAIN):
+        config = check_build(found)
+        made, about = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **ONLY_DATA,
+        )
+    if missing := sorted(map(str, about["missing_keys"])):
+        raise Unsupported(f"{what} lacks {', '.join(missing)}", fix=AGAIN)
+    broken = sorted(n for n, weight in made.named_parameters() if not weight.isfinite().all())
+    if broken:
+        raise Unsupported(f"{what}: NaN or infinity in {', '.join(broken)}", fix=AGAIN)
+    ready: PreTrainedModel = made.eval()
+    return ready
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Return the tokenizer in a directory. Raises Unsupported if there is none."""
+    check_files(path)
+    with quiet(), _refusing(f"the tokenizer at {path}", "download its tokenizer.json again"):
+        found = AutoTokenizer.from_pretrained(path, **ONLY_DATA)
+        found.encode("a")  # the libraries find some faults no earlier
+    return found
+
+
+def check_model(found: Checkpoint) -> None:
+    """Raise Unsupported if Transformers cannot build the model, or the weights are not its own."""
+    with quiet(), _refusing(f"the model at {found.path}", AGAIN):
+        check_build(found)
+
+
+def check_build(found: Checkpoint) -> Any:
+    """Return the config, if the model that it describes is as large as the weights.
+
+    The model is built without memory. Building stops as soon as it is too large.
+    """
+    config = AutoConfig.from_pretrained(found.path, **ONLY_DATA)
+    most = found.count + _SPARE
+    if found.config.get("quantization_config"):
+        most = _PER_BYTE * found.stored + _SPARE
+    with _counting(2 * most), torch.device("meta"):  # tied tables are counted twice at first
+        made = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        made.tie_weights()
+    held = {id(weight): weight.numel() for weight in made.parameters()}
+    if sum(held.values()) > most:
+        raise Unsupported(
+            f"config.json in {found.path} is of a model of {sum(held.values()):,} numbers, its "
+            f"weights are {found.count:,}",
+            fix=AGAIN,
+        )
+    return config
+
+
+@contextmanager
+def _counting(most: int) -> Iterator[None]:
+    """Refuse models that become larger than this while they are built, or that never end."""
+    numbers = modules = 0
+
+    def count(module: nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+        nonlocal numbers
+        numbers += 0 if tensor is None else tensor.numel()
+        if numbers > most:
+            raise Unsupported(f"config.json is of a model of more than {most:,} numbers", fix=AGAIN)
+
+    def count_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        nonlocal modules
+        modules += 1
+        if modules > _MOST_MODULES:
+            what = f"config.json is of a model of more than {_MOST_MODULES:,} parts"
+            raise Unsupported(what, fix=AGAIN)
+
+    registered = [
+        hooks.register_module_parameter_registration_hook(count),
+        hooks.register_module_buffer_registration_hook(count),
+        hooks.register_module_module_registration_hook(count_module),
+    ]
+    try:
+        yield
+    finally:
+        for hook in registered:
+            hook.remove()
+
+
+@contextmanager
+def _refusing(what: str, fix: str) -> Iterator[None]:
+    """Refuse in one line whatever the libraries raise that read a part of it."""
+    try:
+        yield
+    except Unsupported:
+        raise
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of Rust's is no Exception
+        why = (str(error) or type(error).__name__).strip().partition("\n")[0]
+        raise Unsupported(f"{what} ({why:.200})", fix=fix) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let Transformers show no progress and no warnings."""
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
