@@ -7,8 +7,8 @@ import json
 import pytest
 from paper import QWEN_1_5B, TINY, shapes, write_safetensors
 
-from outrider.doctor.model import find, read_model
 from outrider.checkpoint import Tensor
+from outrider.doctor.model import find, read_model
 from outrider.errors import Unsupported
 
 # by hand: 151,936 x 1,536 + 28 x 46,797,824 + 1,536

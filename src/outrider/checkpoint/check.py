@@ -111,7 +111,7 @@ def misfits(found: Checkpoint) -> Iterator[Unsupported]:
     config, tensors = found.config, found.tensors or ()
     count, widest = len(tensors), max((max(t.shape, default=0) for t in tensors), default=0)
     text = next((config[k] for k in _TEXT if isinstance(config.get(k), dict)), config)
-    limits = [(key, text.get(key), widest) for key in _WIDTHS]
+    limits: list[tuple[str, Any, float]] = [(key, text.get(key), widest) for key in _WIDTHS]
     limits += [(key, text.get(key), count) for key in _DEPTHS]
     limits += [(key, value, _most(key, widest, count)) for key, value in pairs(config)]
     for key, value, most in limits:

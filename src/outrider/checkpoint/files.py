@@ -1,4 +1,4 @@
-"""The files of a checkpoint: where they lead, how large they are, and JSON that is read strictly."""
+"""The files of a checkpoint: where they lead, how large they are, and JSON, read strictly."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ _MOST_LISTS = 2_000_000
 _DEEPEST = 64
 _MOST_DIGITS = 40  # tokenizer_config.json has lengths of 31 digits
 
-_STRICT = ("config.json", "generation_config.json", "tokenizer_config.json")
-_STRICT += ("special_tokens_map.json", "added_tokens.json")
+_STRICT = (
+    *("config.json", "generation_config.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
 _COUNTED = ("tokenizer.json", "vocab.json")  # the libraries read these
 
 
@@ -140,7 +142,9 @@ def _content(root: Path, name: str) -> bytes:
         with real_file(root / name, root).open("rb") as opened:
             content = opened.read(most + 1)
     except OSError as error:
-        raise Unsupported(f"{name} in {root} cannot be read ({error.strerror})", fix=AGAIN) from error
+        raise Unsupported(
+            f"{name} in {root} cannot be read ({error.strerror})", fix=AGAIN
+        ) from error
     if len(content) > most:
         raise Unsupported(f"{name} in {root} has more than {most:,} bytes", fix=AGAIN)
     _check_count(content, f"{name} in {root}")
@@ -162,7 +166,7 @@ def parse_json(content: bytes, what: str) -> dict[str, Any]:
     try:
         found = json.loads(
             content.decode("utf-8"),
-            objectpairs_hook=_once,
+            object_pairs_hook=_once,
             parse_constant=_constant,
             parse_int=_integer,
         )

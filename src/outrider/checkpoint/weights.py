@@ -78,7 +78,7 @@ def model_files(root: Path) -> list[Path]:
     for name in {*map(str, shards.values())}:
         if not _PLAIN.fullmatch(name) or not name.endswith(".safetensors"):
             raise Unsupported(
-                f"{INDEX} in {root} names {name!r:.80}, which is no safetensors file of the directory",
+                f"{INDEX} in {root} names {name!r:.80}, which is no safetensors file in it",
                 fix=AGAIN,
             )
     return [root / name for name in sorted({*map(str, shards.values())})]

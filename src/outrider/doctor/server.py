@@ -11,11 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from outrider.checkpoint import BYTES
 from outrider.doctor.finding import Finding
 from outrider.doctor.known_bad import OURS, OWN
 from outrider.doctor.model import Model
 from outrider.doctor.pair import Plan
-from outrider.checkpoint import BYTES
 from outrider.engines import authorization, base_url
 from outrider.errors import Unsupported
 

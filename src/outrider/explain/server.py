@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter, ValidationError
 
-from outrider.engines import authorization, base_url
+from outrider.engines import authorization, base_url, load_tokenizer
 from outrider.errors import Unsupported, UsageError, reading
 from outrider.explain.recording import (
     TOP,
@@ -212,7 +212,7 @@ def _prompt(
         )
     text = options.prompt
     if options.chat:
-        text = _chat_prompt(options.target or about["tokenizer_path"], text)
+        text = _chat_prompt(options.target, text)
     # a template has brought its special tokens
     body = {"prompt": text, "add_special_tokens": not options.chat}
     ids = _ids(server.ask("/tokenize", body)["tokens"])
@@ -221,24 +221,19 @@ def _prompt(
     return text, ids
 
 
-def _chat_prompt(path: str, said: str) -> str:
-    """Put what a user says into the template: SGLang's own endpoint for it tells no ids."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise Unsupported(
-            "--chat without Transformers", fix="pip install 'outrider[transformers]'"
-        ) from error
+def _chat_prompt(path: str | None, said: str) -> str:
+    """Put what a user says into the template: SGLang's own endpoint for it tells no ids.
+
+    path: that the user named; what a server names is not loaded
+    """
+    if path is None:
+        raise UsageError(
+            "--chat without a tokenizer: a path that a server names is not loaded",
+            fix="name the folder that has it: --target",
+        )
     from outrider.explain.in_process import chat_prompt
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise Unsupported(
-            f"--chat without the server's tokenizer ({path} is not here)",
-            fix="name a folder that has it: --target",
-        ) from error
-    return chat_prompt(tokenizer, said)
+    return chat_prompt(load_tokenizer(path), said)
 
 
 def _asked(options: ExplainOptions) -> dict[str, Any]:

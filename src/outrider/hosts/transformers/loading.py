@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
-from outrider.checkpoint import Checkpoint, check_files, checked
+from outrider.checkpoint import Checkpoint, check_files, checked, model_files
 from outrider.errors import Unsupported
 
 ONLY_DATA = {"trust_remote_code": False, "local_files_only": True}
@@ -23,6 +24,28 @@ AGAIN = "download it again, as safetensors"
 _SPARE = 1 << 22  # numbers that a model may have beside those in its files
 _MOST_MODULES = 100_000
 _PER_BYTE = 8  # numbers of one bit
+
+
+_DOCUMENTS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+
+
+def directory_of(name: str, weights: bool = True) -> Path:
+    """Return the directory of a model: a path, or a name of the Hugging Face hub.
+
+    Of the hub's files only data are downloaded: JSON, vocabularies and safetensors.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).exists() or name.count("/") > 1 or name.startswith(("/", ".", "~")):
+        raise Unsupported(f"no such directory: {name:.200}", fix="mend the path")
+    from huggingface_hub import snapshot_download
+
+    with quiet(), _refusing(f"{name:.200} is no directory, nor to be had from the hub", "mend it"):
+        root = Path(snapshot_download(name, allow_patterns=_DOCUMENTS, ignore_patterns=["*/*"]))
+        if weights:
+            files = [file.name for file in model_files(root)] or ["model.safetensors"]
+            root = Path(snapshot_download(name, allow_patterns=files))
+    return root
 
 
 def load_model(path: Path, dtype: Any = "auto") -> PreTrainedModel:
@@ -59,6 +82,11 @@ def load_tokenizer(path: Path) -> Any:
         found = AutoTokenizer.from_pretrained(path, **ONLY_DATA)
         found.encode("a")  # the libraries find some faults no earlier
     return found
+
+
+def is_known(found: Checkpoint) -> bool:
+    """Say whether Transformers has a class for the model, by the name in its config.json."""
+    return found.config.get("model_type") in CONFIG_MAPPING_NAMES
 
 
 def check_model(found: Checkpoint) -> None:
