@@ -223,11 +223,15 @@ def test_another_model(sglang):
 
 
 def test_chat_needs_the_template(sglang, model_dir):
-    sglang.replies["/server_info"] = {**INFO, "tokenizer_path": str(model_dir("tiny-target"))}
     with pytest.raises(Unsupported, match="no chat template; leave out --chat"):
-        ask(sglang, chat=True)
-    sglang.replies["/server_info"] = {**INFO, "tokenizer_path": "/not/here"}
-    with pytest.raises(Unsupported, match=r"not here.*--target"):
+        ask(sglang, chat=True, target=str(model_dir("tiny-target")))
+
+
+def test_a_tokenizer_that_the_server_names_is_not_loaded(sglang, model_dir, monkeypatch):
+    """A server could name a folder with a template that loops, or any other."""
+    monkeypatch.setattr("outrider.explain.server.load_tokenizer", lambda _: pytest.fail("loaded"))
+    sglang.replies["/server_info"] = {**INFO, "tokenizer_path": str(model_dir("tiny-target"))}
+    with pytest.raises(Unsupported, match=r"a path that a server names.*--target"):
         ask(sglang, chat=True)
 
 

@@ -16,13 +16,15 @@ from outrider.errors import Unsupported
 _CONVERT = "convert it to safetensors: load it where you trust it, and save_pretrained"
 
 _LAYERS = re.compile(r"(^n_layers?|layers|depth|blocks|stages)$")
-_COUNTS = re.compile(r"^(num|n)_|(experts|heads|labels|groups|size|width|dim|rank|embd|inner)$")
+_COUNTS = re.compile(r"^(num|n)_|(experts|heads|groups|size|width|dim|rank|embd|inner)$")
+_LABELS = re.compile(r"labels$")
 _LENGTHS = re.compile(r"(positions?|ctx|length|window|seq_len|chunk_size|params|tokens)$")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "vocab_size")
 _TEXT = ("text_config", "llm_config", "language_config")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _FEW_LAYERS, _MOST_LAYERS = 256, 4096
 _MOST = 1 << 16  # of what is counted, unless a tensor is wider
+_WIDEST = 1 << 21  # of tensors that are not here
 
 
 @dataclass(frozen=True)
@@ -108,18 +110,21 @@ def misfits(found: Checkpoint) -> Iterator[Unsupported]:
     can be told without it, and what must be true before it reads config.json: it makes lists of
     so many layers and labels there.
     """
-    config, tensors = found.config, found.tensors or ()
-    count, widest = len(tensors), max((max(t.shape, default=0) for t in tensors), default=0)
-    text = next((config[k] for k in _TEXT if isinstance(config.get(k), dict)), config)
-    limits: list[tuple[str, Any, float]] = [(key, text.get(key), widest) for key in _WIDTHS]
-    limits += [(key, text.get(key), count) for key in _DEPTHS]
+    config, count, widest = found.config, _MOST_LAYERS, _WIDEST
+    limits: list[tuple[str, Any, float]] = []
+    if found.tensors is not None:
+        count = len(found.tensors)
+        widest = max((max(t.shape, default=0) for t in found.tensors), default=0)
+        text = next((config[k] for k in _TEXT if isinstance(config.get(k), dict)), config)
+        limits += [(key, text.get(key), widest) for key in _WIDTHS]
+        limits += [(key, text.get(key), count) for key in _DEPTHS]
     limits += [(key, value, _most(key, widest, count)) for key, value in pairs(config)]
     for key, value, most in limits:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number and not value <= most:
+        if is_number and not (key in (*_WIDTHS, *_DEPTHS)) <= value <= most:
             yield Unsupported(
-                f"config.json in {found.path} has {key:.80}={value:,}, which its weights do not "
-                f"have: at most {most:,}",
+                f"config.json in {found.path} has {key:.80}={value:,}, and its weights allow 1 "
+                f"to {most:,}",
                 fix=AGAIN,
             )
             return
@@ -129,6 +134,8 @@ def _most(key: str, widest: int, count: int) -> float:
     """Return the largest number that config.json may have for a key, anywhere in it."""
     if _LAYERS.search(key):
         return min(_MOST_LAYERS, max(_FEW_LAYERS, count))
+    if _LABELS.search(key):
+        return _MOST
     if _COUNTS.search(key) and not _LENGTHS.search(key):
         return max(_MOST, widest)
     return math.inf if key == "time_step_limit" else 2**63 - 1

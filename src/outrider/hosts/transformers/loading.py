@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
-from outrider.checkpoint import Checkpoint, check_files, checked, model_files
+from outrider.checkpoint import Checkpoint, check_files, checked, misfits, model_files, read_json
 from outrider.errors import Unsupported
 
 ONLY_DATA = {"trust_remote_code": False, "local_files_only": True}
@@ -37,7 +37,7 @@ def directory_of(name: str, weights: bool = True) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if Path(name).exists() or name.count("/") > 1 or name.startswith(("/", ".", "~")):
-        raise Unsupported(f"no such directory: {name:.200}", fix="mend the path")
+        raise Unsupported("no such directory", fix="mend the path")
     from huggingface_hub import snapshot_download
 
     with quiet(), _refusing(f"{name:.200} is no directory, nor to be had from the hub", "mend it"):
@@ -72,12 +72,25 @@ def load_model(path: Path, dtype: Any = "auto") -> PreTrainedModel:
     if broken:
         raise Unsupported(f"{what}: NaN or infinity in {', '.join(broken)}", fix=AGAIN)
     ready: PreTrainedModel = made.eval()
+    with quiet(), _refusing(what, AGAIN):
+        _try(ready)
     return ready
+
+
+@torch.inference_mode()
+def _try(model: PreTrainedModel) -> None:
+    """Run the model over two tokens: some of what a config.json may say fails no earlier."""
+    needs_device = getattr(model.config, "quantization_config", None) is not None
+    if not needs_device and model.config._attn_implementation in ("eager", "sdpa"):
+        model(torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
 
 
 def load_tokenizer(path: Path) -> Any:
     """Return the tokenizer in a directory. Raises Unsupported if there is none."""
     check_files(path)
+    if (path / "config.json").exists():  # Transformers reads it first
+        for error in misfits(Checkpoint(path, read_json(path, "config.json"), None)):
+            raise error
     with quiet(), _refusing(f"the tokenizer at {path}", "download its tokenizer.json again"):
         found = AutoTokenizer.from_pretrained(path, **ONLY_DATA)
         found.encode("a")  # the libraries find some faults no earlier
@@ -100,6 +113,11 @@ def check_build(found: Checkpoint) -> Any:
 
     The model is built without memory. Building stops as soon as it is too large.
     """
+    if found.config.get("auto_map") and not is_known(found):
+        raise Unsupported(
+            f"the model at {found.path} comes with code, which is not run",
+            fix="use a model that Transformers has a class for",
+        )
     config = AutoConfig.from_pretrained(found.path, **ONLY_DATA)
     most = found.count + _SPARE
     if found.config.get("quantization_config"):
@@ -157,8 +175,10 @@ def _refusing(what: str, fix: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of Rust's is no Exception
-        why = (str(error) or type(error).__name__).strip().partition("\n")[0]
-        raise Unsupported(f"{what} ({why:.200})", fix=fix) from error
+        why = str(error) if " " in str(error) else repr(error)
+        raise Unsupported(
+            f"{what} cannot be read ({' '.join(why.split()):.200})", fix=fix
+        ) from error
 
 
 @contextmanager
