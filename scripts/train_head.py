@@ -23,7 +23,7 @@ from head_files import kind_shape, save
 from head_losses import UNROLLED, AnyHead, block_loss, unrolled_loss
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from outrider.drafters.heads import (
@@ -34,6 +34,8 @@ from outrider.drafters.heads import (
     HeadConfig,
     MTPHead,
 )
+from outrider.engines import load_model, load_tokenizer
+from outrider.errors import Unsupported
 
 STRIDE = 16
 """So many tokens lie between the beginnings of two pieces of text."""
@@ -102,10 +104,9 @@ def run(args: argparse.Namespace) -> None:
 def load(path: Path) -> PreTrainedModel:
     """Return the target, which is not trained."""
     try:
-        target = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    except (OSError, ValueError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise CannotTrainError(f"cannot load {path}: {first}") from error
+        target: PreTrainedModel = load_model(str(path), torch.float32)
+    except Unsupported as error:
+        raise CannotTrainError(f"cannot load {path}: {error}") from error
     return target.requires_grad_(False)
 
 
@@ -198,7 +199,7 @@ def go_on(head: AnyHead, optimizer: torch.optim.Optimizer, state: Path) -> list[
 def read(target: PreTrainedModel, path: Path, texts: list[Path], length: int) -> Tensor:
     """Return pieces of text as tokens, [pieces, length]."""
     if texts:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(str(path))
         ids = [i for text in texts for i in tokenizer.encode(text.read_text("utf-8"))]
         if len(ids) < length:
             return torch.empty(0, length, dtype=torch.int64)

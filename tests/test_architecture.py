@@ -10,18 +10,29 @@ import pytest
 
 SRC = Path(__file__).parents[1] / "src"
 # each layer may import itself and what stands before it
-LAYERS = ["core", "kernels", "report", "selftest", "drafters", "control", "hosts", "engines"]
+LAYERS = [
+    "checkpoint",
+    "core",
+    "kernels",
+    "report",
+    "selftest",
+    "drafters",
+    "control",
+    "hosts",
+    "engines",
+]
 TOOLS = ["doctor", "explain", "audit", "bench", "tune", "trial"]
 MAY_IMPORT = {
+    "checkpoint": {"checkpoint"},
     "core": {"core"},
     "kernels": {"core", "kernels"},
     "report": {"core", "report"},
     "selftest": {"core", "kernels", "report", "selftest"},
-    "drafters": {"core", "kernels", "drafters"},
+    "drafters": {"checkpoint", "core", "kernels", "drafters"},
     "control": {"core", "drafters", "control"},
-    "hosts": {"core", "kernels", "drafters", "control", "hosts"},
+    "hosts": {"checkpoint", "core", "kernels", "drafters", "control", "hosts"},
     "engines": {"core", "drafters", "hosts", "engines"},
-    "doctor": {"core", "drafters", "hosts", "engines", "report", "doctor"},
+    "doctor": {"checkpoint", "core", "drafters", "hosts", "engines", "report", "doctor"},
     "explain": {"core", "drafters", "control", "hosts", "engines", "report", "explain"},
     "audit": {"core", "engines", "report", "audit"},
     "bench": {"core", "engines", "report", "audit", "bench"},

@@ -7,8 +7,8 @@ import json
 import pytest
 from paper import QWEN_1_5B, TINY, shapes, write_safetensors
 
+from outrider.checkpoint import Tensor
 from outrider.doctor.model import find, read_model
-from outrider.doctor.weights import Tensor
 from outrider.errors import Unsupported
 
 # by hand: 151,936 x 1,536 + 28 x 46,797,824 + 1,536
@@ -108,7 +108,10 @@ def test_many_files(tmp_path, make):
     model = read_model(str(path))
     assert model.bytes_loaded() is None
     (finding,) = model.findings
-    assert (finding.level, "1.safetensors is missing" in finding.what) == ("problem", True)
+    assert (finding.level, f"1.safetensors in {path} is missing" in finding.what) == (
+        "problem",
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,8 +120,8 @@ def test_many_files(tmp_path, make):
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
         (b"abc", "not a safetensors file"),
         (b"\xff" * 64, "not a safetensors file"),
-        ((4).to_bytes(8, "little") + b"{...", "broken header"),
-        ((14).to_bytes(8, "little") + b'{"a": {"b":1}}', "broken header"),
+        ((4).to_bytes(8, "little") + b"{...", "cannot be read"),
+        ((14).to_bytes(8, "little") + b'{"a": {"b":1}}', "cannot be read"),
     ],
 )
 def test_weights_that_are_none(make, content, said):

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from math import isqrt
 from typing import Any
 
+from outrider.checkpoint import BYTES
 from outrider.doctor.finding import Finding, size
 from outrider.doctor.model import Model
 from outrider.doctor.pair import Plan
-from outrider.doctor.weights import BYTES
 from outrider.hosts.sglang.memory import max_rows, row_bytes
 
 __all__ = ["Budget", "Room", "Row", "budget", "check_memory"]

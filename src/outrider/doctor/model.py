@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,13 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from outrider.checkpoint import Tensor, examine
 from outrider.doctor.finding import Finding
-from outrider.doctor.weights import Tensor, read_tensors
 from outrider.errors import Unsupported
 
 __all__ = ["Model", "find", "read_model"]
-
-_INDEX = "model.safetensors.index.json"
 
 _EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in)\.weight$")
 _POSITIONS = re.compile(r"(wpe|embed_positions|position_embeddings)\.weight$")
@@ -249,44 +246,24 @@ def read_model(name: str, path: Path | None = None) -> Model:
             else "give the directory of a Hugging Face "
             "model: config.json, *.safetensors, tokenizer.json",
         )
-    config = _json(path / "config.json", name)
+    found, refused = examine(path)
+    config = found.config
     if not config.get("model_type") and not config.get("architectures"):
         raise Unsupported(
             f"config.json of {name} names no model_type and no architectures",
             fix="give the directory of a Hugging Face model",
         )
-    files = _files(name, path)
-    if not files:
-        nothing = Finding(
-            "models",
-            "warning",
-            f"{name}: no *.safetensors here",
-            "sizes are read from their headers: cost and memory are not known",
-            "put the weights beside config.json" if Path(name).exists() else f"hf download {name}",
-        )
-        return Model(name, path, config, None, (nothing,))
-    tensors, findings = read_tensors(name, files)
-    return Model(name, path, config, tensors, tuple(findings))
-
-
-def _json(file: Path, name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise Unsupported(
-            f"{file.name} of {name} cannot be read ({error})", fix="download it again"
-        ) from error
-    if not isinstance(found, dict):
-        raise Unsupported(f"{file.name} of {name} is not an object", fix="download it again")
-    return found
-
-
-def _files(name: str, path: Path) -> list[Path]:
-    if (path / _INDEX).is_file():
-        shards = _json(path / _INDEX, name).get("weight_map")
-        if not isinstance(shards, dict):
-            raise Unsupported(f"{_INDEX} of {name} has no weight_map", fix="download it again")
-        return [path / shard for shard in sorted(set(map(str, shards.values())))]
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    return sorted(path.glob("*.safetensors"))
+    findings = [
+        Finding("models", "problem", f"{name}: {error.what}", "it is not loaded", error.fix)
+        for error in refused
+    ]
+    if findings or found.tensors is not None:
+        return Model(name, path, config, None if refused else found.tensors, tuple(findings))
+    nothing = Finding(
+        "models",
+        "warning",
+        f"{name}: no *.safetensors here",
+        "sizes are read from their headers: cost and memory are not known",
+        "put the weights beside config.json" if Path(name).exists() else f"hf download {name}",
+    )
+    return Model(name, path, config, None, (nothing,))

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.checkpoint import BYTES
 from outrider.doctor.finding import Finding, size
 from outrider.doctor.model import Model
-from outrider.doctor.weights import BYTES
 
 __all__ = ["Cost", "Plan", "check_attention", "check_context", "check_cost", "check_kind"]
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from outrider.doctor.finding import LEVELS, Finding, size
 from outrider.doctor.heads import check_head, is_head, is_own_layer
 from outrider.doctor.known_bad import Facts, check_known_bad
+from outrider.doctor.loading import check_loading
 from outrider.doctor.machine import Machine, check_machine, look
 from outrider.doctor.memory import Budget, budget, check_memory
 from outrider.doctor.model import Model, read_model
@@ -142,6 +143,7 @@ def examine(
             refused = [*check_kind(model)]
             if served is None and not any(one.level == "problem" for one in refused):
                 refused += check_attention(model, in_sglang)
+                refused += check_loading(model, in_sglang)
             findings += [*model.findings, *refused]
         findings += _dtype(models, plan, in_sglang)
         findings += check_context(target, None if head else draft, plan, in_sglang)

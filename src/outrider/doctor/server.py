@@ -11,11 +11,11 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError
 
+from outrider.checkpoint import BYTES
 from outrider.doctor.finding import Finding
 from outrider.doctor.known_bad import OURS, OWN
 from outrider.doctor.model import Model
 from outrider.doctor.pair import Plan
-from outrider.doctor.weights import BYTES
 from outrider.engines import base_url
 from outrider.engines.http import Client, Limits
 from outrider.engines.replies import ModelList, Name, Reply

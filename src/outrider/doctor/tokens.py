@@ -6,11 +6,13 @@ import importlib.util
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
+from outrider.checkpoint import check_files
 from outrider.doctor.finding import Finding
 from outrider.doctor.model import Model
+from outrider.engines import render_chat
 from outrider.errors import Unsupported
 
-__all__ = ["PROBES", "check_tokens"]
+__all__ = ["PROBES", "check_tokens", "has_tokenizer"]
 
 PROBES = {
     "code": "def f(xs: list[int]) -> int:\n\treturn sum(x ** 2 for x in xs if x != 0x1F)  # ok\n",
@@ -57,26 +59,25 @@ def check_tokens(target: Model, draft: Model) -> Iterator[Finding]:
         yield from _chat(mine, theirs)
 
 
+def has_tokenizer(model: Model) -> bool:
+    """Say whether there are files of a tokenizer beside a model's weights."""
+    return any(file for name in FILES for file in model.path.glob(name))
+
+
 def _load(model: Model) -> Any:
     """Return a model's tokenizer as hosts load it, or as the library below them does."""
-    if not any(file for name in FILES for file in model.path.glob(name)):
+    if not has_tokenizer(model):
         # Transformers would make one of nothing
         raise OSError(f"{model.name} has no tokenizer files")
     if importlib.util.find_spec("transformers") is not None:
-        import transformers
+        from outrider.hosts.transformers.loading import load_tokenizer
 
-        level = transformers.utils.logging.get_verbosity()
-        transformers.utils.logging.set_verbosity_error()
-        try:
-            return transformers.AutoTokenizer.from_pretrained(
-                model.path, local_files_only=True, trust_remote_code=False
-            )
-        finally:
-            transformers.utils.logging.set_verbosity(level)
+        return load_tokenizer(model.path)
     if importlib.util.find_spec("tokenizers") is None:
         raise ImportError("neither Transformers nor tokenizers is installed here")
     from tokenizers import Tokenizer
 
+    check_files(model.path)
     file = model.path / "tokenizer.json"
     if not file.is_file():
         raise OSError(f"{model.name} has no tokenizer.json, and Transformers is not installed here")
@@ -187,8 +188,9 @@ def _chat(mine: Any, theirs: Any) -> Iterator[Finding]:
         return
     try:
         same = a == b or _talk(mine) == _talk(theirs)
-    except Exception as error:  # templates raise what they like
-        yield Finding("tokenizer", "note", f"the chat templates could not be compared: {error}")
+    except Unsupported as error:
+        what = f"the chat templates could not be compared: {error.what}"
+        yield Finding("tokenizer", "note", what, fix=error.fix)
         return
     if same:
         yield Finding("tokenizer", "ok", "a talk becomes the same ids by both chat templates")
@@ -203,5 +205,4 @@ def _chat(mine: Any, theirs: Any) -> Iterator[Finding]:
 
 
 def _talk(tokenizer: Any) -> list[int]:
-    text = tokenizer.apply_chat_template(_TALK, tokenize=False, add_generation_prompt=True)
-    return _ids(tokenizer, text)
+    return _ids(tokenizer, render_chat(tokenizer, _TALK))

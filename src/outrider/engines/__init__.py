@@ -1,7 +1,8 @@
 """Whatever answers prompts, seen from outside: the tools ask engines and compare what they say.
 
 `base.py` says what is asked and answered, `server.py` speaks to any server with OpenAI's API,
-`local.py` runs Transformers in this process, `models.py` loads its models. An engine is named by a
+`local.py` runs Transformers in this process, `models.py` loads its models,
+`chat.py` runs their chat templates. An engine is named by a
 string:
 
     http://127.0.0.1:30000                       a server
@@ -26,6 +27,7 @@ from outrider.engines.base import (
     open_engine,
     shown_url,
 )
+from outrider.engines.chat import render_chat
 from outrider.engines.models import (
     check_drafter,
     check_target,
@@ -49,5 +51,6 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "open_engine",
+    "render_chat",
     "shown_url",
 ]

@@ -310,8 +310,3 @@ def base_url(url: str) -> str:
 def shown_url(url: str) -> str:
     """Return a server's address without the user and the password in it: as tools write it."""
     return re.sub(r"^(https?://)[^/?#]*@", r"\1", url)
-
-
-def _without_password(text: str) -> str:
-    """Return what should have been an address: whatever stands before an @ may be a password."""
-    return re.sub(r"(^|//).*@", r"\1", text)

@@ -17,6 +17,7 @@ from outrider.engines.base import (
     Token,
     said,
 )
+from outrider.engines.chat import render_chat
 from outrider.engines.models import (
     check_drafter,
     check_target,
@@ -175,9 +176,7 @@ class LocalEngine:
         if not query.chat or self.tokenizer.chat_template is None:
             return list(self.tokenizer.encode(query.prompt))
         messages = [{"role": "user", "content": query.prompt}]
-        text = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        )
+        text = render_chat(self.tokenizer, messages)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     # -- Outrider

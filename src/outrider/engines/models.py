@@ -9,9 +9,6 @@ from outrider.errors import Unsupported, UsageError, check_choice
 
 __all__ = ["check_drafter", "check_target", "draft_kind", "load_model", "load_tokenizer"]
 
-ONLY_DATA = {"use_safetensors": True, "trust_remote_code": False}
-"""How models are loaded: no pickle is read, and no code of a checkpoint is run or asked about."""
-
 
 def check_drafter(name: str) -> None:
     """Refuse a name that no drafter has, and list those there are."""
@@ -40,32 +37,21 @@ def check_target(name: str) -> None:
 
 def load_model(name: str, dtype: Any) -> Any:
     """Return a model of Transformers, ready to generate. Raises Unsupported if there is none."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from outrider.hosts.transformers import loading
 
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **ONLY_DATA).eval()
-    except Exception as error:  # of each library that reads a part of it
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        if not Path(name).exists() and (name.count("/") > 1 or name.startswith(("/", ".", "~"))):
-            why = "no such directory"  # the hub's rules for names would be no help
-        raise Unsupported(
-            f"no model at {name!r} ({why:.200})",
-            fix="give a directory with config.json and weights, or a name of the hub",
-        ) from error
+        found = loading.load_model(loading.directory_of(name), dtype)
+    except Unsupported as error:
+        raise Unsupported(f"no model at {name!r:.200} ({error.what})", fix=error.fix) from error
+    found.config.name_or_path = name  # not where the hub's files are kept
+    return found
 
 
 def load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a model of Transformers. Raises Unsupported if it has none."""
-    from transformers import AutoTokenizer
+    from outrider.hosts.transformers import loading
 
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of each library that reads a part of it
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise Unsupported(
-            f"no tokenizer at {name!r} ({why:.200})",
-            fix="put the model's tokenizer.json and tokenizer_config.json there",
-        ) from error
+        return loading.load_tokenizer(loading.directory_of(name, weights=False))
+    except Unsupported as error:
+        raise Unsupported(f"no tokenizer at {name!r:.200} ({error.what})", fix=error.fix) from error

@@ -15,6 +15,7 @@ from outrider.engines import (
     draft_kind,
     load_model,
     load_tokenizer,
+    render_chat,
 )
 from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import (
@@ -173,10 +174,7 @@ def chat_prompt(tokenizer: Any, said: str) -> str:
     """Return what the model reads if a user says this. Raises Unsupported without a template."""
     if not tokenizer.chat_template:
         raise UsageError("--chat with a model that has no chat template", fix="leave out --chat")
-    text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": said}], tokenize=False, add_generation_prompt=True
-    )
-    return text
+    return render_chat(tokenizer, [{"role": "user", "content": said}])
 
 
 def local_decode(tokenizer: Any) -> Decode:

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from outrider.engines import load_tokenizer
 from outrider.engines.http import Client, Exchange, Limits, Response, fault
 from outrider.engines.replies import Id, Logprob, Name, Reply
 from outrider.errors import Unsupported, UsageError
@@ -278,22 +279,9 @@ def _chat_prompt(path: str | None, said: str) -> str:
         raise UsageError(
             "--chat with --url needs the model's tokenizer", fix="name its folder: --target"
         )
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise Unsupported(
-            "--chat without Transformers", fix="pip install 'outrider[transformers]'"
-        ) from error
     from outrider.explain.in_process import chat_prompt
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise Unsupported(
-            f"--chat without a tokenizer ({path} is not here)",
-            fix="name a folder that has it: --target",
-        ) from error
-    return chat_prompt(tokenizer, said)
+    return chat_prompt(load_tokenizer(path), said)
 
 
 def _asked(options: ExplainOptions) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.checkpoint import check_files, head_files, read_header
 from outrider.core import Unsupported
 from outrider.drafters.heads.dflash import Block, DFlashHead
 from outrider.drafters.heads.eagle import EagleHead
@@ -168,34 +169,31 @@ def _weights(path: Path, naming: Naming) -> dict[str, Tensor]:
     """Return the head's tensors in a directory, by our names. Others are not read."""
     from safetensors import safe_open
 
-    files = sorted(path.glob("*.safetensors"))
+    files = head_files(path)
     if not files:
         raise Unsupported(f"no safetensors in {path}", fix="convert the head's weights")
-    places: dict[str, Path] = {}
-    found: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, "pt") as opened:
-                places |= dict.fromkeys(opened.keys(), file)
-        except Exception as error:  # a library's own class, without a base in common
-            raise Unsupported(f"{file}: {error}", fix=AGAIN) from None
+    check_files(path)
+    places = {tensor.name: file for file in files for tensor in read_header(file)}
     renamed = naming([*places])
     twice = sorted(ours for ours, count in Counter(renamed.values()).items() if count > 1)
     if twice:
         raise Unsupported(f"the head at {path} has {', '.join(twice)} twice", fix=AGAIN)
+    found: dict[str, Tensor] = {}
     for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in (n for n, where in places.items() if where == file and n in renamed):
-                found[renamed[name]] = opened.get_tensor(name)
+        own = [name for name, where in places.items() if where == file and name in renamed]
+        try:
+            with safe_open(file, "pt") as opened:
+                found |= {renamed[name]: opened.get_tensor(name) for name in own}
+        except Exception as error:  # a library's own class, without a base in common
+            raise Unsupported(f"{file}: {error}", fix=AGAIN) from error
     return {name: tensor for name, tensor in found.items() if name not in UNUSED}
 
 
 def _check(head: AnyHead, given: dict[str, Tensor], path: Path) -> None:
     """Refuse weights unless every tensor is there, is known, has its shape and is finite."""
     expected = head.state_dict()
-    if "d2t" in expected and head.config.draft_vocab_size == head.config.vocab_size:
-        given.setdefault("d2t", torch.zeros(expected["d2t"].shape, dtype=torch.int64))
-    missing = sorted(expected.keys() - given.keys())
+    same = {"d2t"} if head.config.draft_vocab_size == head.config.vocab_size else set()
+    missing = sorted(expected.keys() - given.keys() - same)
     unknown = sorted(given.keys() - expected.keys())
     wrong = sorted(
         f"{name}: {tuple(given[name].shape)}, not {tuple(expected[name].shape)}"
@@ -214,6 +212,7 @@ def _check(head: AnyHead, given: dict[str, Tensor], path: Path) -> None:
     if broken:
         raise Unsupported(f"the head at {path}: NaN or infinity in {', '.join(broken)}", fix=AGAIN)
     if "d2t" in expected:
+        given.setdefault("d2t", torch.zeros(expected["d2t"].shape, dtype=torch.int64))
         reach = torch.arange(len(given["d2t"])) + given["d2t"]
         if ((reach < 0) | (reach >= head.config.vocab_size)).any():
             raise Unsupported(f"the head at {path}: d2t leaves the vocabulary", fix=AGAIN)

@@ -8,12 +8,12 @@ counts as Transformers does.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from outrider.checkpoint import read_json
 from outrider.core import Unsupported
 from outrider.drafters.heads.layers import HeadConfig
 from outrider.errors import reading
@@ -39,14 +39,8 @@ WRONG_TARGET = "use the head with the target that it was trained for"
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the config.json of a directory."""
-    try:
-        found = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise Unsupported(f"{path}: {error}", fix="name a directory with config.json") from None
-    if not isinstance(found, dict):
-        raise Unsupported(f"{path}/config.json is not an object", fix="name a model's directory")
-    return found
+    """Return the config.json of a directory. Raises Unsupported if there is none."""
+    return read_json(path, "config.json")
 
 
 @reading_config

@@ -75,7 +75,8 @@ class HeadConfig:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < math.inf:
                 raise Unsupported(f"a head with {name} {value!r:.80}", fix=_CHECK)
-        if self.num_heads % self.num_kv_heads or self.rotary_dim % 2:
+        turned = self.rotary_dim % 2 == 0 and self.rotary_dim <= self.head_dim
+        if self.num_heads % self.num_kv_heads or not turned:
             shape = f"{self.num_heads} heads, {self.num_kv_heads} of keys, {self.rotary_dim} turned"
             raise Unsupported(f"a head with {shape}", fix=_CHECK)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from outrider.core import Unsupported
 from outrider.drafters.heads import (
@@ -18,6 +18,7 @@ from outrider.drafters.heads import (
     load_head,
     read_config,
 )
+from outrider.hosts.transformers.loading import load_model
 
 
 @dataclass(frozen=True)
@@ -68,29 +69,4 @@ def load_drafter(
         raise Unsupported(f"{folder} as {kind!r}: it is a {found}", fix="leave the kind out")
     if (kind or found) != "model":
         return HeadFile(folder, kind or found, dtype)
-    return _load_model(folder, dtype)
-
-
-def _load_model(folder: Path, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Return the model in a directory, whole. Neither its pickles nor its code are run."""
-    again = "download it again, as safetensors"
-    made: PreTrainedModel
-    try:
-        made, about = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype or "auto",
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # of each library that reads a part of it
-        raise Unsupported(f"the model at {folder}: {error}", fix=again) from error
-    if missing := sorted(map(str, about["missing_keys"])):
-        raise Unsupported(f"the model at {folder} lacks {', '.join(missing)}", fix=again)
-    broken = sorted(n for n, weight in made.named_parameters() if not weight.isfinite().all())
-    if broken:
-        raise Unsupported(
-            f"the model at {folder}: NaN or infinity in {', '.join(broken)}", fix=again
-        )
-    return made.eval()
+    return load_model(folder, dtype or "auto")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
+from outrider.errors import Unsupported
 from outrider.hosts.tokenizers import check_same_tokens
+from outrider.hosts.transformers.loading import directory_of, load_tokenizer
 
 
 def check_same_tokenizer(
@@ -37,6 +39,6 @@ def _beside(name: str) -> Any:
     if not name:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError):
+        return load_tokenizer(directory_of(name, weights=False))
+    except Unsupported:
         return None
