@@ -296,6 +296,8 @@ class DraftServer:
         if peer is not None and peer.number in self._peers:
             try:
                 peer.connection.send(message, MAX_REPLY)
+            except Gone:
+                self._cut_off(peer)
             except (Closed, TooLong) as error:
                 self._cut_off(peer, str(error))
 
