@@ -140,14 +140,18 @@ FROM_SERVERS = messages(
 @pytest.fixture(scope="module")
 def compiled():
     """Lookups are compiled when they are first used."""
-    budget = Budget(np.array([4]), "match", KeyedCoins())
-    adaptive_drafter().propose([Request(1, (1, 2, 3) * 3, SamplingParams(), 0)], budget)
+    _converse([], trees=True, control=True)
 
 
 @pytest.mark.usefixtures("compiled")
 @settings(deadline=None)
 @given(FROM_SERVERS, st.booleans(), st.booleans())
 def test_whatever_a_draft_server_says_steps_and_other_drafters_go_on(said, trees, control):
+    _converse(said, trees, control)
+
+
+def _converse(said, trees, control):
+    """Let a draft server say these, one in each step."""
     with tempfile.TemporaryDirectory() as folder:
         liar, clock = Liar(Path(folder) / "draft.sock"), Clock()
         ahead = AheadDrafter(Path(folder) / "draft.sock", wait=1e-9, clock=clock)
