@@ -35,6 +35,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import common
@@ -212,7 +213,7 @@ class CountedAhead(AheadDrafter):
         self._until = 0.0
         self._hit, self.emitted, self.waits = False, Counter[bool](), {True: 0.0, False: 0.0}
         self.passes: list[tuple[str, float, float]] = []
-        self._connection = True  # type: ignore[assignment]  # there is no socket
+        self._connection = SimpleNamespace(is_behind=False)  # type: ignore[assignment]  # no socket
 
     def observe(self, outcomes: Any) -> None:
         """Note how many tokens a step had after a hit, and after anything else."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.core import AheadTree
+from outrider.core import AheadTree, DraftFault
 from outrider.core.ahead import ENOUGH, MAX_NODES
 
 #        1 ------- 2 --- 4
@@ -98,3 +98,20 @@ def test_what_follows_a_node_is_said_once():
     for _ in range(3):
         found.add(1, 3, [8, 9], [0.9, 0.05])
     assert paths(found.best(99, trees=True)) == PATHS
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+def test_two_nodes_with_one_number_are_a_fault(first):
+    """Else chances that are equal would compare nodes, which have no order."""
+    found = tree(ADDED[:1])
+    with pytest.raises(DraftFault, match="one number"):
+        found.add(3, first, [9, 8], [0.5, 0.5])
+    assert found.best(9, trees=True).tokens == (1, 3)
+
+
+def test_tokens_beyond_the_vocabulary_are_left_out_with_what_follows_them():
+    found = AheadTree(5, vocab_size=10)
+    found.add(0, 1, [3, 10, 2**62], [0.1, 0.8, 0.1])
+    found.add(2, 4, [5], [1.0])
+    found.add(1, 5, [9], [1.0])
+    assert found.best(9, trees=True).tokens == (3, 9)

@@ -14,7 +14,7 @@ from outrider.errors import UsageError
 
 
 def run(
-    model: str, socket: Path, device: str, dtype: str, threads: int | None, **options: Any
+    model: str, socket: Path | None, device: str, dtype: str, threads: int | None, **options: Any
 ) -> None:
     """Load the model and serve until the process is told to end."""
     import torch
@@ -34,7 +34,7 @@ def run(
     server = DraftServer(Runner(loaded), DeviceCoins(), socket, name=model, **options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        typer.echo(f"draft server: {model} at {socket}")
+        typer.echo(f"draft server: {model} at {server.path}")
         server.serve()
     finally:
         server.close()

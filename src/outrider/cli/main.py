@@ -165,16 +165,24 @@ class Dtype(str, Enum):
 def draft_server(
     model: Annotated[str, typer.Argument(help="A Transformers model with the target's tokenizer.")],
     socket: Annotated[
-        Path, typer.Option(help="Where hosts find it: a Unix socket that only you can open.")
-    ],
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            help="Where hosts find it: a Unix socket that only you can open. "
+            "By default outrider/draft.sock in $XDG_RUNTIME_DIR."
+        ),
+    ] = None,
     device: Annotated[Device, typer.Option(help="Where the model runs.")] = Device.cpu,
     dtype: Annotated[Dtype, typer.Option(help="Of its weights.")] = Dtype.float32,
     threads: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Threads of torch on CPU."),
     ] = None,
-    width: Annotated[int, typer.Option(min=1, help="The most nodes that a pass reads.")] = 8,
-    fan_out: Annotated[int, typer.Option(min=1, help="How many tokens may follow a node.")] = 3,
+    width: Annotated[
+        int, typer.Option(min=1, max=4096, help="The most nodes that a pass reads.")
+    ] = 8,
+    fan_out: Annotated[
+        int, typer.Option(min=1, max=1024, help="How many tokens may follow a node.")
+    ] = 3,
 ) -> None:
     """Draft ahead, in a process of its own, while targets verify; see docs/ahead.md."""
     from outrider.cli.draft_server import run

@@ -124,6 +124,12 @@ class AdaptiveDrafter:
         for drafter in self._drafters.values():
             drafter.start(requests)
 
+    def limit_vocabulary(self, vocab_size: int) -> None:
+        """Tell the drafters that can leave out drafts beyond the target's vocabulary."""
+        for drafter in self.free.values():
+            if isinstance(drafter, AheadDrafter):
+                drafter.limit_vocabulary(vocab_size)
+
     def stop(self, requests: Sequence[Request]) -> None:
         """Forget the requests, here and in every drafter."""
         self._learn()
@@ -371,7 +377,7 @@ def _several(model: PassingDrafter | Sequence[PassingDrafter] | None) -> list[Pa
 def adaptive_drafter(
     model: PassingDrafter | Sequence[PassingDrafter] | None = None,
     trace: str | Path | None = None,
-    ahead: str | Path | None = None,
+    ahead: str | Path | bool | None = None,
     **options: Any,
 ) -> AdaptiveDrafter:
     """Return an adaptive drafter over the suffix lookup and, if given, draft models and heads.
@@ -379,7 +385,8 @@ def adaptive_drafter(
     The suffix lookup has no thresholds of its own here. Control learns which drafts to verify.
 
     trace: a file to which each step is appended, as one line of JSON
-    ahead: the socket of a draft server. What it has foreseen costs a step no time.
+    ahead: the socket of a draft server, or true for the one where it is by default. What it has
+        foreseen costs a step no time.
     options: of `AdaptiveDrafter`. `knots` is the former name of `row_buckets`, and still accepted.
     """
     if "knots" in options:
@@ -389,6 +396,6 @@ def adaptive_drafter(
     if trace is not None:
         options["on_step"] = TraceFile(trace)
     free: dict[str, Drafter] = {"suffix": SuffixDrafter(min_vote=0.0, min_match=2)}
-    if ahead is not None:
-        free[AheadDrafter.name] = AheadDrafter(ahead)
+    if ahead is not None and ahead is not False:
+        free[AheadDrafter.name] = AheadDrafter(None if ahead is True else ahead)
     return AdaptiveDrafter(free, model, **options)

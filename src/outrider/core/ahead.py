@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.core.proposal import ROOT, Draft, PointMass, chain
+from outrider.errors import DraftFault
 
-MAX_NODES = 1 << 13
+MAX_NODES = 1 << 12
 """A tree takes no more."""
 
 ENOUGH = 512
 """Nodes from which on it is worth a look which of them are out of reach."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Node:
     number: int
     token: int
@@ -39,15 +40,19 @@ class AheadTree:
 
     began: how long the text was then, in tokens
     length: of the text where it stands now
+    vocab_size: tokens beyond it are left out, with what follows them
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, vocab_size: int = 1 << 63) -> None:
         self.began = self.length = length
+        self._vocab_size = vocab_size
         self._at = _Node(0, -1, 1.0)
         self._nodes, self._enough = {0: self._at}, ENOUGH
 
     def add(self, parent: int, first: int, tokens: Sequence[int], sure: Sequence[float]) -> None:
         """Add what may follow a node, unless that is out of reach, or is known.
+
+        Raises DraftFault if other nodes have these numbers.
 
         first: the number of the first of these tokens; the others' follow
         sure: how likely each is to follow
@@ -55,7 +60,11 @@ class AheadTree:
         above = self._nodes.get(parent)
         if above is None or above.children or len(self._nodes) >= MAX_NODES:
             return
+        if not self._nodes.keys().isdisjoint(range(first, first + len(tokens))):
+            raise DraftFault(f"two nodes of a tree with one number, from {first} on")
         for i, token in enumerate(tokens):
+            if token >= self._vocab_size:
+                continue
             node = self._nodes[first + i] = _Node(first + i, token, sure[i])
             above.children.append(node)
 
@@ -79,7 +88,7 @@ class AheadTree:
         for node in found:
             found += node.children
         self._nodes = {node.number: node for node in found}
-        self._enough = 2 * len(found) + ENOUGH
+        self._enough = min(2 * len(found) + ENOUGH, MAX_NODES // 2)
 
     @property
     def is_leaf(self) -> bool:

@@ -54,6 +54,8 @@ class GuardedDrafter:
         self._look: Callable[[Sequence[Request], Budget], None] | None
         self._look = getattr(drafter, "look", None)
         self._vocab_size = vocab_size
+        if (limit := getattr(drafter, "limit_vocabulary", None)) is not None:
+            limit(vocab_size)
         self._timeout = timeout
         self._thread = ThreadPoolExecutor(1, "outrider-draft") if timeout is not None else None
         self._stuck: Future[Any] | None = None

@@ -37,6 +37,8 @@ from outrider.core import (
 )
 from outrider.drafters.calibration import Calibration
 
+NO_NUMBERS = "the draft model's logits are not numbers"
+
 
 class CachedLength(Protocol):
     """A draft model's handle of a sequence: it knows how many of its tokens are cached."""
@@ -248,6 +250,8 @@ class TreeDrafting(Generic[S]):
         requests, paths = [tree.request for tree, _ in places], [place.path for _, place in places]
         rows = Rows(requests, range(len(places)), [len(path) for path in paths], lambda: paths)
         tokens, claims, greedy = likely_tokens(logits, rows, coins, self._width)
+        if np.isnan(claims).any():
+            raise DraftFault(NO_NUMBERS)
         chances = self._calibration.of(claims, greedy).tolist()
         columns = zip(places, sequences, tokens, claims.tolist(), chances, strict=True)
         for (tree, place), sequence, *following in columns:
@@ -268,12 +272,12 @@ def likely_tokens(
 ) -> tuple[list[list[int]], Floats, Bools]:
     """Return what may follow each row, how sure the model is of it, and which rows are greedy.
 
+    A row whose logits are not numbers is sure of nothing: NaN.
+
     logits: [N, V] of a draft model
     count: of tokens, the one first that the target would draw if it thought the same
     """
     guess = target_distribution(logits, rows)
     drawn = guess.ranked(coins, count)
     claims = guess.logits.softmax(-1).gather(-1, drawn).cpu().numpy()
-    if np.isnan(claims).any():
-        raise DraftFault("the draft model's logits are not numbers")
     return drawn.tolist(), claims, np.array(guess.greedy)

@@ -18,7 +18,8 @@ import outrider
 from outrider.core import KeyedCoins, Request, SamplingParams
 from outrider.drafters import AheadDrafter
 from outrider.drafters.ahead import DraftServer, messages
-from outrider.drafters.ahead.messages import Closed, Connection
+from outrider.drafters.ahead.connection import Closed, Connection
+from outrider.drafters.ahead.messages import VERSION
 from outrider.errors import UsageError
 from outrider.hosts.transformers.runner import Runner
 
@@ -192,9 +193,9 @@ def _talk(connection):
 
 
 def test_who_does_not_read_is_left(monkeypatch):
-    monkeypatch.setattr("outrider.drafters.ahead.messages.MAX_LINE", 1 << 20)
+    monkeypatch.setattr("outrider.drafters.ahead.connection.MAX_UNREAD", 1 << 20)
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    connection = Connection(ours)
+    connection = Connection(ours, 1 << 16, 1 << 16)
     with pytest.raises(Closed, match="does not read"):
         _talk(connection)
     theirs.close()
@@ -203,30 +204,49 @@ def test_who_does_not_read_is_left(monkeypatch):
     connection.close()
 
 
+HELLO = {"hello": VERSION}
+NONSENSE = {
+    "not JSON": b"nonsense\n",
+    "no hello": {"open": [[0, [1], [], 0, {}, []]]},
+    "open of nothing": HELLO | {"open": 5},
+    "open without an id": HELLO | {"open": [[[], [1], [], 0, {}, []]]},
+    "an unknown key": HELLO | {"grow": []},
+    "nothing": {},
+    "an id that is none": HELLO | {"commit": [[{}, 1, [1]]]},
+    "another version": {"hello": 1},
+    "close of nothing": HELLO | {"close": [{}]},
+    "too many texts": HELLO | {"close": [*range(257)]},
+    "a long greeting": b" " * 70_000,
+    "a huge number": b'{"hello": 1' + b"0" * 5000 + b"}\n",
+    "deep": b"[" * 60_000 + b"\n",
+}
+
+
+def line(message):
+    return message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n"
+
+
+def cut_off(peer):
+    """Read until the server hangs up. Return whether it does."""
+    try:
+        while peer.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
 def test_hosts_that_talk_nonsense_are_cut_off_alone(target, expected, server, path):
-    for said in (
-        b"nonsense\n",
-        b'{"open": [[0, [1], [], 0, {}, []]]}\n',  # without hello
-        b'{"hello": 2, "open": [[0, [], [], 0, {}, []]]}\n',
-        b'{"hello": 2, "open": [[0, [1], [], 0, {"temperature": "hot"}, []]]}\n',
-        b'{"hello": 2, "open": [[0, [-1], [], 0, {"logit_bias": {"x": 1}}, []]]}\n',
-        b'{"hello": 2, "open": 5}\n',
-        b'{"hello": 2, "commit": [[0, 1]]}\n',
-        b'{"hello": 2, "commit": [[{}, 1, [1]]]}\n',
-        b'{"hello": 1}\n',
-        b'{"hello": 2, "close": [{}]}\n',
-    ):
+    for kind, said in NONSENSE.items():
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(10)
             peer.connect(str(path))
-            peer.sendall(said)
+            peer.sendall(line(said))
             for _ in range(3):
                 server.turn(0.0)
-            try:
-                while peer.recv(4096):
-                    pass  # until it hangs up
-            except TimeoutError:
-                pytest.fail(f"not cut off: {said!r}")
+            assert cut_off(peer), kind
     done = generate(target, Driven(server))
     assert done.outputs == expected
     assert done.stats.accepted > 20
@@ -238,8 +258,8 @@ def test_a_host_that_is_gone_before_it_is_welcomed(target, server, path):
         peer.settimeout(10)
         peer.connect(str(path))
         peer.shutdown(socket.SHUT_RD)
-        opened = b'"open": [[4, [1, 2], [], 0, {}, []]]}\n'
-        peer.sendall(b'{"hello": 2, ' + opened + b"{" + opened)
+        opened = {"open": [[4, [1, 2], [], 0, {}, []]]}
+        peer.sendall(line(HELLO | opened) + line(opened))
         drafter = Driven(server)
         assert generate(target, drafter).stats.accepted > 20
         drafter.close()
@@ -251,7 +271,7 @@ def test_a_commit_that_does_not_fit_asks_for_the_text_again(serving, path):
     with socket.socket(socket.AF_UNIX) as peer:
         peer.settimeout(30)
         peer.connect(str(path))
-        peer.sendall(b'{"hello": 2, "open": [[4, [1, 2], [], 0, {}, []]]}\n')
+        peer.sendall(line(HELLO | {"open": [[4, [1, 2], [], 0, {}, []]]}))
         peer.sendall(b'{"commit": [[4, 3, [5]]]}\n')
         heard = b""
         while b"unknown" not in heard:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.core import AheadTree, DraftFault, KeyedCoins, Request, SamplingParams
+from outrider.core import AheadTree, KeyedCoins, Request, SamplingParams
 from outrider.drafters.ahead import Growth
 from outrider.hosts.transformers.runner import Runner
 
@@ -168,18 +168,43 @@ def test_nothing_follows_an_end_token(runner):
     growth.close("a")
 
 
-def test_logits_that_are_not_numbers_are_a_fault(runner):
-    class Broken:
-        vocab_size, max_length = runner.vocab_size, runner.max_length
-        open, close, fork = runner.open, runner.close, runner.fork
+class Faulty:
+    """A model that has nothing to say to some prompts, or fails at them."""
 
-        def extend(self, segments):
-            return torch.full((len(segments), self.vocab_size), torch.nan)
+    def __init__(self, runner, first, how):
+        self.vocab_size, self.max_length = runner.vocab_size, runner.max_length
+        self.open, self.close, self.fork = runner.open, runner.close, runner.fork
+        self.adopt, self.runner, self.first, self.how = runner.adopt, runner, first, how
 
-    growth = Growth(Broken(), KeyedCoins())
-    growth.open("a", request())
-    with pytest.raises(DraftFault, match="not numbers"):
+    def extend(self, segments):
+        bad = [tokens[0] == self.first for _, tokens in segments]
+        if self.how == "raises" and any(bad):
+            raise MemoryError("no room for it")
+        logits = self.runner.extend(segments).clone()
+        logits[bad] = torch.nan
+        return logits
+
+
+@pytest.mark.parametrize("how", ["raises", "says NaN"])
+def test_a_text_that_the_model_fails_at_is_forgotten_alone(runner, how):
+    """The others of the same pass go on as if it had not been there."""
+    growth, alone = Growth(Faulty(runner, 9, how), KeyedCoins()), Growth(runner, KeyedCoins())
+    before = runner.pool.used_pages
+    for key, prompt in {"a": PROMPT, "bad": (9, 3), "b": (1, 2, 3)}.items():
+        growth.open(key, Request(0, prompt, SamplingParams(), 3))
+        if key != "bad":
+            alone.open(key, Request(0, prompt, SamplingParams(), 3))
+    faulty = {}
+    for _ in range(6):
         growth.grow()
+        faulty |= growth.faulty
+        alone.grow()
+    assert faulty.keys() == {"bad"}
+    assert growth.names == alone.names == ["a", "b"]
+    assert all(set(tokens(growth, key)) & set(tokens(alone, key)) for key in ("a", "b"))
+    for key in ("a", "b"):
+        growth.close(key), alone.close(key)
+    assert runner.pool.used_pages == before
 
 
 def test_calibration_learns_who_is_right(runner):

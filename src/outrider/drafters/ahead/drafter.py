@@ -1,8 +1,9 @@
 """Drafts from a draft server: a step takes what has grown so far, and waits for no pass.
 
 The host tells the server what was emitted, and finds in the socket what was added to trees. If the
-server dies, hangs or talks nonsense, there are no drafts until it is back: a connection is tried
-again every second, and requests are introduced anew.
+server dies or hangs, there are no drafts until it is back: a connection is tried again every
+second, and requests are introduced anew. One that talks nonsense, refuses, or is another user's is
+tried less and less often.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from outrider.core import (
     AheadTree,
@@ -27,20 +29,29 @@ from outrider.core import (
     Request,
     chain,
 )
+from outrider.drafters.ahead.access import check_user, default_path
+from outrider.drafters.ahead.connection import MAX_REPLY, Closed, Connection, Gone, TooLong
 from outrider.drafters.ahead.growth import Grown
 from outrider.drafters.ahead.messages import (
+    FROM_SERVER,
     MAX_TEXTS,
     VERSION,
-    Closed,
-    Connection,
+    check_message,
     growth_of,
+    ids_of,
     opened,
 )
 
 logger = logging.getLogger(__name__)
 
-RETRY = 1.0
-"""Seconds between two attempts to connect."""
+RETRY, LONGEST_RETRY = 1.0, 64.0
+"""Seconds between two attempts to connect, and the most after faults: each doubles them."""
+
+MAX_REOPENED = 8
+"""How often a text is sent again that the server does not know."""
+
+AT_ONCE = MAX_REPLY
+"""Bytes that one look takes from the server: more must wait, so that steps do not."""
 
 RATE = 0.1
 """Weight of a step in the moving averages of times."""
@@ -58,7 +69,8 @@ NOTHING = chain(())
 class AheadDrafter:
     """Takes drafts from a draft server on this machine: see `outrider draft-server`.
 
-    socket: the server's
+    socket: the server's; None is where it is by default, see `outrider draft-server`. A process of
+        another user (but root) that listens there is told nothing.
     wait: the longest that a step may wait for trees, in seconds. Within it, a step waits for the
         next tree if that promises more tokens than the time costs. With 0 it never waits.
     clock: returns seconds
@@ -66,6 +78,7 @@ class AheadDrafter:
     counts: requests of steps, by what was there before any wait: `hit`, drafts; `miss`, the text
         went another way; `end`, it came to the end of its tree; `none`, there was no tree for it
     found: the same of each request of the last proposal
+    left_out: texts that go without drafts: `too long` for a message, or `refused` by the server
     waited: seconds
     """
 
@@ -73,19 +86,25 @@ class AheadDrafter:
 
     def __init__(
         self,
-        socket: str | Path,
+        socket: str | Path | None = None,
         wait: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if not wait >= 0:
             raise ValueError(f"wait must be >= 0 seconds, not {wait!r}")
-        self._path, self._wait, self._clock = str(socket), wait, clock
+        self._path = str(default_path() if socket is None else socket)
+        self._wait, self._clock, self._vocab_size = wait, clock, 1 << 63
         self._connection: Connection | None = None
         self._tried = -RETRY
+        self._faults = 0  # connections in a row that came to nothing, or to nonsense
+        self._is_useful = False  # the connection has brought drafts
         self._open: set[int] = set()
+        self._shut: set[int] = set()  # texts that are left out
+        self._lost: Counter[int] = Counter()  # how often the server did not know a text
         self._trees: dict[int, AheadTree] = {}
         self.counts: Counter[str] = Counter()
         self.found: dict[int, str] = {}
+        self.left_out: Counter[str] = Counter()
         self.waited = 0.0
         self._is_silent = False  # it was waited for in vain, and has said nothing since
         self._is_missed = False  # that it is not there has been said
@@ -94,6 +113,10 @@ class AheadDrafter:
         self._reply_seconds = 0.0
         self._guesses: dict[int, int] = {}  # the first draft of each request
         self._first = FIRST  # how often it is right
+
+    def limit_vocabulary(self, vocab_size: int) -> None:
+        """Leave out drafts that the target does not know, instead of proposing them."""
+        self._vocab_size = vocab_size
 
     # -- what a drafter does
 
@@ -149,6 +172,9 @@ class AheadDrafter:
         """Let the server forget requests."""
         gone = [request.id for request in requests if request.id in self._open]
         self._open.difference_update(gone)
+        for request in requests:
+            self._shut.discard(request.id)
+            self._lost.pop(request.id, None)
         for key in gone:
             self._trees.pop(key, None)
         if gone:
@@ -156,7 +182,7 @@ class AheadDrafter:
 
     def close(self) -> None:
         """Hang up."""
-        self._drop("")
+        self._drop()
 
     # -- trees
 
@@ -212,32 +238,58 @@ class AheadDrafter:
     def _await(self, seconds: float) -> bool:
         """Wait until the server says something. Return whether it did within this time."""
         assert self._connection is not None
+        if self._connection.has_line:
+            return True
         return bool(select.select([self._connection], [], [], seconds)[0])
 
     # -- the connection
 
     def _introduce(self, requests: Sequence[Request]) -> None:
-        some = requests[: MAX_TEXTS - len(self._open)]
-        if some and self._connect():
-            self._open.update(request.id for request in some)
-            self._send({"open": [opened(request) for request in some]})
+        """Send texts, as many as the server takes; the others may be sent with the next step."""
+        if not requests or not self._connect():
+            return
+        for request in requests:
+            connection = self._connection
+            if connection is None or connection.is_behind or len(self._open) >= MAX_TEXTS:
+                return
+            if request.id in self._shut:
+                continue
+            self._open.add(request.id)
+            if self._lost[request.id] > MAX_REOPENED:
+                self._shut_out([request.id], "refused")
+                continue
+            try:
+                self._send({"open": [opened(request)]})
+            except TooLong:
+                self._shut_out([request.id], "too long")
+
+    def _shut_out(self, keys: Sequence[int], why: str) -> None:
+        """Leave texts out as long as they run on this connection."""
+        for key in self._open.intersection(keys):
+            self.left_out[why] += 1
+            self._open.discard(key)
+            self._shut.add(key)
+            self._trees.pop(key, None)
 
     def _connect(self) -> bool:
         if self._connection is not None:
             return True
         now = self._clock()
-        if now - self._tried < RETRY:
+        if now - self._tried < min(RETRY * 2 ** min(max(0, self._faults - 1), 9), LONGEST_RETRY):
             return False
         self._tried = now
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
         try:
             sock.connect(self._path)
-        except OSError as error:
+            check_user(sock)
+        except (OSError, ValueError, Closed) as error:
             sock.close()
+            self._faults += isinstance(error, Closed)
             self._miss(str(error))
             return False
-        self._connection, self._is_silent = Connection(sock), False
+        self._connection = Connection(sock, MAX_REPLY, AT_ONCE)
+        self._is_silent = self._is_useful = False
         self._send({"hello": VERSION})
         return self._connection is not None
 
@@ -246,7 +298,7 @@ class AheadDrafter:
             try:
                 self._connection.send(message)
             except Closed as error:
-                self._drop(str(error))
+                self._drop(error)
 
     def _receive(self) -> None:
         """Take in what the server has said. Nonsense ends the connection."""
@@ -255,41 +307,55 @@ class AheadDrafter:
         try:
             self._connection.flush()
             for message in self._connection.receive():
-                self._is_silent = False
-                for said in message.get("grown", ()):
-                    self._add(growth_of(said))
-                for key in message.get("unknown", ()):
-                    self._open.discard(key)
-                    self._trees.pop(key, None)
-                if "refused" in message:
-                    raise Closed(f"it refuses: {message['refused']!r:.200}")
-                if message.get("hello", VERSION) != VERSION:
-                    raise Closed(f"it speaks version {message['hello']!r:.20}, not {VERSION}")
-                self._is_missed = self._is_missed and "hello" not in message
-        except (Closed, DraftFault, TypeError) as error:
-            self._drop(str(error))
+                self._take_in(message)
+        except (Closed, DraftFault) as error:
+            self._drop(error)
+
+    def _take_in(self, message: dict[str, Any]) -> None:
+        check_message(message, FROM_SERVER)
+        self._is_silent = False
+        for said in message.get("grown", ()):
+            self._add(growth_of(said))
+        for key in ids_of(message.get("unknown", ())):
+            self._lost[key] += key in self._open
+            self._open.discard(key)
+            self._trees.pop(key, None)
+        self._shut_out(ids_of(message.get("left_out", ())), "refused")
+        if "refused" in message:
+            raise Closed(f"it refuses: {message['refused']!r:.200}")
+        if message.get("hello", VERSION) != VERSION:
+            raise Closed(f"it speaks version {message['hello']!r:.20}, not {VERSION}")
 
     def _add(self, grown: Grown) -> None:
         """Add to a tree. What follows its first node is where a tree begins."""
         if grown.parent == 0 and grown.key in self._open:
-            self._trees[grown.key] = AheadTree(grown.began)
+            self._trees[grown.key] = AheadTree(grown.began, self._vocab_size)
+            self._is_useful = True
+            self._is_missed = self._is_missed and self._faults > 0
         tree = self._trees.get(grown.key)
         if tree is not None and tree.began == grown.began:
             tree.add(grown.parent, grown.first, grown.tokens, grown.sure)
 
-    def _drop(self, why: str) -> None:
+    def _drop(self, why: Exception | None = None) -> None:
+        """Hang up. why: the server's fault, if there was one"""
+        now = self._clock()
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.close()
-            if why:
-                self._miss(why)
+            if self._is_useful and (isinstance(why, Gone) or now - self._tried > LONGEST_RETRY):
+                self._faults, self._is_missed = 0, False
+            if why is not None:
+                self._faults += not (self._is_useful and isinstance(why, Gone))
+                self._miss(str(why))
         self._connection = None
-        self._tried = self._clock()
+        self._tried = now
         self._open.clear()
+        self._shut.clear()
+        self._lost.clear()
         self._trees.clear()
 
     def _miss(self, why: str) -> None:
-        """Say once that there is no draft server: it is tried again every second."""
+        """Say once that there is no draft server."""
         if not self._is_missed:
             logger.warning("no drafts from %s, until a draft server is there: %s", self._path, why)
         self._is_missed = True

@@ -21,6 +21,7 @@ that could be read in a heap, and a node is visited when it is made, read and dr
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,9 @@ from torch import Tensor
 
 from outrider.core import Coins, Request, Rows
 from outrider.drafters.calibration import Calibration
-from outrider.drafters.trees import CachedLength, likely_tokens
+from outrider.drafters.trees import NO_NUMBERS, CachedLength, likely_tokens
+
+logger = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=CachedLength)
 K = TypeVar("K", bound=Hashable)
@@ -179,6 +182,7 @@ class Growth(Generic[K, S]):
     max_nodes: of a tree, the most that are read
     min_chance: nodes that are less likely to be reached are not read
     passes: how many were made
+    faulty: texts that the last pass failed at, and why: they are forgotten
     """
 
     def __init__(
@@ -198,6 +202,8 @@ class Growth(Generic[K, S]):
         self._texts: dict[K, Text[K, S]] = {}
         self.calibration = Calibration(fan_out)
         self.passes = 0
+        self.faulty: dict[K, str] = {}
+        self._suspects: dict[K, None] = {}  # a pass failed that had these, in order
 
     @property
     def names(self) -> list[K]:
@@ -273,11 +279,44 @@ class Growth(Generic[K, S]):
     def grow(self, owner: Callable[[K], Hashable] | None = None) -> list[Grown]:
         """Make one pass. Return what was added to trees; nothing if there is nothing to do.
 
+        If it fails, its texts begin anew, each in passes of its own. One that fails there is
+        forgotten: see `faulty`.
+
         owner: says whose a text is: each owner has its turn
         """
-        chosen = self._choose(owner)
+        self.faulty = {}
+        chosen = self._choose_suspect() or self._choose(owner)
         if not chosen:
             return []
+        try:
+            return self._read(chosen)
+        except Exception as error:
+            self._suspect({text.key: text.request for text, _ in chosen}, error)
+            return []
+
+    def _choose_suspect(self) -> list[tuple[Text[K, S], Node[S]]]:
+        """Return the next part of a text that has to be read alone; nothing if there is none."""
+        while self._suspects:
+            text = self._texts.get(next(iter(self._suspects)))
+            if text is not None and text.is_readable and text.has_unread:
+                return [(text, text.root)]
+            del self._suspects[next(iter(self._suspects))]
+        return []
+
+    def _suspect(self, requests: dict[K, Request], error: Exception) -> None:
+        """Forget the text that a pass failed at; if there are several, let each begin anew."""
+        if len(requests) == 1:
+            (key,) = requests
+            self.close(key)
+            self.faulty[key] = repr(error)
+            return
+        logger.warning("a pass failed; its %d texts begin anew: %r", len(requests), error)
+        for key, request in requests.items():
+            self.open(key, request)
+            self._suspects[key] = None
+
+    def _read(self, chosen: Sequence[tuple[Text[K, S], Node[S]]]) -> list[Grown]:
+        """Make a pass over these nodes."""
         segments: list[tuple[S, Sequence[int]]] = []
         complete: list[tuple[Text[K, S], Node[S]]] = []
         places: list[int] = []
@@ -356,9 +395,15 @@ class Growth(Generic[K, S]):
             paths=lambda: [_path(node) for _, node in read],
         )
         tokens, claims, greedy = likely_tokens(logits, rows, self._coins, self._fan_out)
+        if (broken := np.isnan(claims).any(-1)).any():
+            self.faulty = {read[row][0].key: NO_NUMBERS for row in np.flatnonzero(broken).tolist()}
+            claims[broken] = 0.0
         sure = self.calibration.of(claims, greedy)
         columns = tokens, claims.tolist(), sure.tolist(), np.log(sure).tolist()
-        return [self._add(*part) for part in zip(read, *columns, strict=True)]
+        grown = [self._add(*part) for part in zip(read, *columns, strict=True)]
+        for key in self.faulty:
+            self.close(key)
+        return [one for one in grown if one.key not in self.faulty] if self.faulty else grown
 
     def _add(
         self,

@@ -307,7 +307,7 @@ def adaptive(
     tokenizer: Any = None,
     draft_tokenizer: Any = None,
     trace: str | Path | None = None,
-    ahead: str | Path | None = None,
+    ahead: str | Path | bool | None = None,
 ) -> AdaptiveDrafter:
     """Return a drafter that chooses, in each step, among lookups, draft models and none.
 
@@ -319,7 +319,7 @@ def adaptive(
     tokenizer, draft_tokenizer: those of the two models, if they cannot be loaded from beside their
         weights
     trace: a file to which each step is appended, as a line of JSON
-    ahead: the socket of a draft server: see docs/ahead.md
+    ahead: the socket of a draft server, True for the default one: see docs/ahead.md
     """
     model = unwrapped(model)
     listed = [] if draft is None else draft if isinstance(draft, (list, tuple)) else [draft]
