@@ -3,29 +3,24 @@
     OUTRIDER_FUZZ_EXAMPLES=5000 pytest tests/doors/test_profiles.py --hypothesis-seed=7
 
 A door is a module of this folder; its tests are Hypothesis's. Without the variable each test gets
-EXAMPLES inputs, the same ones every time. An input fails that takes longer than SECONDS, or makes
-this process larger by MEGABYTES, whatever the test says. With OUTRIDER_FUZZ_REPORT=FILE a line of
+EXAMPLES inputs, the same ones every time. An input fails that takes too long or too much memory,
+whatever the test says: see `watch`. With OUTRIDER_FUZZ_REPORT=FILE a line of
 JSON is appended for each test, for benchmarks/fuzz.py.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import os
-import signal
 import sys
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from watch import SECONDS, Watch
 
 EXAMPLES = 30
-SECONDS = 5.0
-MEGABYTES = 500
 
 WANTED = os.environ.get("OUTRIDER_FUZZ_EXAMPLES")
 REPORT = os.environ.get("OUTRIDER_FUZZ_REPORT")
@@ -44,63 +39,6 @@ HERE = Path(__file__).parent
 sys.path.append(str(HERE.parent / "hosts" / "sglang"))  # the servers of its tests
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 collect_ignore = [] if HAS_SGLANG else ["test_sglang_requests.py"]
-
-
-class Watch:
-    """Counts inputs, and fails those that take too long or too much memory.
-
-    seconds: that an input may take
-    """
-
-    def __init__(self, seconds: float = SECONDS) -> None:
-        self.seconds = seconds
-        self.inputs = self.hangs = self.heavy = 0
-
-    def over(self, test):
-        """Return a test that is watched at each input."""
-
-        @functools.wraps(test)
-        def watched(*args, **kwargs):
-            self.inputs += 1
-            _forget_peak()
-            before, started = _memory("VmRSS"), time.perf_counter()
-            with self._alarm():
-                test(*args, **kwargs)
-            # what a library computes in one call is not interrupted
-            self._check_time(time.perf_counter() - started)
-            if (grown := _memory("VmHWM") - before) > MEGABYTES:
-                self.heavy += 1
-                pytest.fail(f"the input takes {grown:.0f} MB")
-
-        return watched
-
-    def _check_time(self, seconds: float) -> None:
-        if seconds > self.seconds:
-            self.hangs += 1
-            pytest.fail(f"the input takes over {self.seconds:g} s")
-
-    @contextmanager
-    def _alarm(self):
-        # pytest.fail raises what no door catches by `except Exception`
-        before = signal.signal(signal.SIGALRM, lambda *_: self._check_time(float("inf")))
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-
-def _memory(name: str) -> float:
-    """Return megabytes of this process: VmRSS has it now, VmHWM had it at most."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) / 1024
-    return 0.0
-
-
-def _forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -64,11 +64,13 @@ LONGEST = 2500
 @contextmanager
 def refusal(*errors):
     """Take a declared error as an answer, if it is one short line."""
+    said = ""
     try:
         yield
     except errors as error:
-        assert len(str(error).splitlines()) <= 1, "a refusal of several lines"
-        assert len(str(error)) <= LONGEST, f"a refusal of {len(str(error))} characters"
+        said = str(error)
+    assert len(said.splitlines()) <= 1, "a refusal of several lines"
+    assert len(said) <= LONGEST, f"a refusal of {len(said)} characters"
 
 
 def texts():
@@ -87,9 +89,7 @@ def values():
     scalars = st.none() | st.booleans() | numbers() | texts()
     return st.recursive(
         scalars,
-        lambda inner: (
-            st.lists(inner, max_size=4) | st.dictionaries(texts(), inner, max_size=4)
-        ),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts(), inner, max_size=4),
         max_leaves=12,
     )
 

@@ -25,7 +25,9 @@ def chains(drafts):
     )  # fmt: skip
 
 
-SHAPES = st.lists(st.integers(0, 5), max_size=4).flatmap(chains) | st.tuples(LISTS, LISTS, LISTS, LISTS)
+SHAPES = st.lists(st.integers(0, 5), max_size=4).flatmap(chains) | st.tuples(
+    LISTS, LISTS, LISTS, LISTS
+)
 STEPS = st.builds(
     lambda name, shape, seconds, foreseen: StepRecord(
         drafter=name, drafts=shape[0], parents=shape[1], kept=shape[2], emitted=shape[3],
@@ -40,7 +42,9 @@ STEPS = st.builds(
 def recordings(draw):
     steps = draw(st.lists(STEPS, max_size=5))
     output = [token for step in steps for token in step.emitted] + draw(LISTS | st.just([]))
-    places = st.builds(Logprobs, LOGPROBS, st.lists(st.tuples(IDS, LOGPROBS), max_size=3).map(tuple))
+    places = st.builds(
+        Logprobs, LOGPROBS, st.lists(st.tuples(IDS, LOGPROBS), max_size=3).map(tuple)
+    )
     size = draw(st.sampled_from((0, len(output), 2)))
     logprobs = draw(st.lists(places, min_size=size, max_size=size))
     settings = draw(st.dictionaries(texts(), values(), max_size=3))

@@ -21,7 +21,12 @@ HOOKS: dict[str, str] = {
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         "self mr num_layers"
     ),
+    "entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key": "self request",
+    "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": "self",
     "managers.tokenizer_manager.TokenizerManager._validate_one_request": "self obj input_ids",
+    "managers.tokenizer_manager.TokenizerManager._create_tokenized_object": (
+        "self obj input_text input_ids input_embeds mm_inputs token_type_ids"
+    ),
     "sampling.sampling_params.SamplingParams.verify": "self vocab_size",
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         "self meta_info recv_obj i"

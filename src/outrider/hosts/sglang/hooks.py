@@ -9,7 +9,8 @@ gets the original first, an AFTER hook its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -68,10 +69,46 @@ def verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
         )
 
 
-def validate_one_request(self: Any, obj: Any, input_ids: Any) -> None:
+def normalize_request(original: Callable[..., Any], self: Any) -> Any:
+    """Refuse a call of another form than SGLang takes, before it makes many of one prompt."""
+    if chosen_args() is None:
+        return original(self)
+    intake.check_form(self)
+    with intake.refusing():
+        return original(self)
+
+
+def validate_one_request(original: Callable[..., Any], self: Any, obj: Any, input_ids: Any) -> Any:
     """Refuse what the scheduler cannot hold, before SGLang looks at it."""
-    if chosen_args() is not None and hasattr(obj, "token_ids_logprob"):  # an embedding has none
+    args = chosen_args()
+    if args is None or not hasattr(obj, "token_ids_logprob"):  # an embedding has none
+        return original(self, obj, input_ids)
+    with _forgetting(self, obj), intake.refusing():
         intake.check_request(obj, self.model_config.vocab_size)
+        intake.check_labels(obj, args.tokenizer_metrics_allowed_custom_labels)
+        return original(self, obj, input_ids)
+
+
+def create_tokenized_object(
+    original: Callable[..., Any], self: Any, obj: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse what SGLang cannot read, and what the scheduler could not."""
+    if chosen_args() is None or not hasattr(obj, "token_ids_logprob"):
+        return original(self, obj, *args, **kwargs)
+    with _forgetting(self, obj), intake.refusing():
+        made = original(self, obj, *args, **kwargs)
+        host().check_sent(made)
+        return made
+
+
+@contextmanager
+def _forgetting(manager: Any, obj: Any) -> Iterator[None]:
+    """Forget a request that is refused: SGLang 0.5.11 would keep it for good."""
+    try:
+        yield
+    except BaseException:
+        manager.rid_to_state.pop(obj.rid, None)
+        raise
 
 
 def spec_decoding_metrics(
@@ -263,9 +300,17 @@ COMMON: dict[str, Hook] = {
         compute_cell_size,
         "AROUND",
     ),
+    "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": (
+        normalize_request,
+        "AROUND",
+    ),
     "managers.tokenizer_manager.TokenizerManager._validate_one_request": (
         validate_one_request,
-        "BEFORE",
+        "AROUND",
+    ),
+    "managers.tokenizer_manager.TokenizerManager._create_tokenized_object": (
+        create_tokenized_object,
+        "AROUND",
     ),
     "sampling.sampling_params.SamplingParams.verify": (verify_sampling_params, "AFTER"),
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (

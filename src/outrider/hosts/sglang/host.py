@@ -54,6 +54,9 @@ class Host(ABC):
 
     # -- requests
 
+    def check_sent(self, made: Any) -> None:  # noqa: B027 - nothing to do in most versions
+        """Raise if the scheduler could not read a request that is sent to it."""
+
     @abstractmethod
     def cache_of(self, req: Any) -> Any:
         """Return what has a request's `req_pool_idx`, `kv_committed_len` and `kv_allocated_len`."""

@@ -314,8 +314,20 @@ def _can_run_graph(original: Any, self: Any, forward_batch: Any) -> bool:
     return bool(original(self, forward_batch))
 
 
+def _compute_extra_key(original: Callable[..., Any], self: Any, request: Any) -> Any:
+    """Keep `cache_salt` and `extra_key` apart: SGLang makes the same of "a", "bc" and "ab", "c"."""
+    key, salt = original(self, request), getattr(request, "cache_salt", None)
+    if not salt or hooks.chosen_args() is None:
+        return key
+    return f"{len(salt)}:{key}"
+
+
 _HOOKS: dict[str, hooks.Hook] = {
     **hooks.COMMON,
+    "entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key": (
+        _compute_extra_key,
+        "AROUND",
+    ),
     "speculative.spec_info.SpeculativeAlgorithm.from_string": (_from_string, "AROUND"),
     "speculative.spec_info.SpeculativeAlgorithm.create_worker": (_create_worker, "AFTER"),
     "server_args.ServerArgs.add_cli_args": (_add_cli_args, "AFTER"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -66,6 +67,16 @@ class Sglang0523(Host):
             return self.arguments(get_server_args())
         except ValueError:
             return None
+
+    def check_sent(self, made: Any) -> None:
+        """Raise if what the scheduler reads has other types than it knows. It would stop there."""
+        from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
+
+        made = copy(made)
+        # SGLang has made these itself, and they may be large
+        made.mm_inputs = made.input_embeds = made.time_stats = None
+        made.input_ids = made.input_ids and made.input_ids[:1]
+        msgpack_decode(msgpack_encode(made))
 
     def cache_of(self, req: Any) -> Any:
         """Return the request's part for it."""
