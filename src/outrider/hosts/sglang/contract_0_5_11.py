@@ -22,6 +22,12 @@ HOOKS: dict[str, str] = {
         "self mr num_layers"
     ),
     "entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key": "self request",
+    "entrypoints.http_server.set_global_state": "global_state",
+    "entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request": (
+        "self request raw_request"
+    ),
+    "entrypoints.openai.serving_completions.OpenAIServingCompletion"
+    "._convert_to_internal_request": "self request raw_request",
     "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": "self",
     "managers.tokenizer_manager.TokenizerManager._validate_one_request": "self obj input_ids",
     "managers.tokenizer_manager.TokenizerManager._create_tokenized_object": (

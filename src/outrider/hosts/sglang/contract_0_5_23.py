@@ -16,6 +16,12 @@ HOOKS: dict[str, str] = {
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         "self kvc num_layers"
     ),
+    "entrypoints.http_server.set_global_state": "global_state",
+    "entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request": (
+        "self request raw_request"
+    ),
+    "entrypoints.openai.serving_completions.OpenAIServingCompletion"
+    "._convert_to_internal_request": "self request raw_request",
     "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": "self",
     "managers.tokenizer_manager.TokenizerManager._validate_one_request": "self obj input_ids",
     "managers.tokenizer_manager.TokenizerManager._create_tokenized_object": (

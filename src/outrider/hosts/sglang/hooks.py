@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.hosts.sglang import cpu, intake, memory
+from outrider.hosts.sglang import bodies, cpu, intake, memory
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import load_profile, request_options
 from outrider.hosts.sglang.reported import correct_meta_info
@@ -99,6 +99,24 @@ def create_tokenized_object(
         made = original(self, obj, *args, **kwargs)
         host().check_sent(made)
         return made
+
+
+def convert_openai_request(
+    original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None
+) -> Any:
+    """Refuse what SGLang cannot make a request of its own of: it answers with 500."""
+    if chosen_args() is None:
+        return original(self, request, raw_request)
+    with intake.refusing():
+        return original(self, request, raw_request)
+
+
+def set_global_state(result: None, global_state: Any) -> None:
+    """Refuse bodies that SGLang's validators trip over."""
+    if chosen_args() is not None:
+        from sglang.srt.entrypoints import http_server
+
+        bodies.refuse_unread(http_server.app)
 
 
 @contextmanager
@@ -286,6 +304,8 @@ def is_prefill_only(self: Any) -> bool:
     return bool(self.sampling_params.max_new_tokens == 0)
 
 
+_OPENAI = "entrypoints.openai"
+
 COMMON: dict[str, Hook] = {
     "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2": (
         decode_slots,
@@ -298,6 +318,15 @@ COMMON: dict[str, Hook] = {
     "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": (share_plugins, "AROUND"),
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         compute_cell_size,
+        "AROUND",
+    ),
+    "entrypoints.http_server.set_global_state": (set_global_state, "AFTER"),
+    f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request": (
+        convert_openai_request,
+        "AROUND",
+    ),
+    f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request": (
+        convert_openai_request,
         "AROUND",
     ),
     "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": (
