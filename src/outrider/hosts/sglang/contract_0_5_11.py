@@ -22,7 +22,7 @@ HOOKS: dict[str, str] = {
         "self mr num_layers"
     ),
     "entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key": "self request",
-    "entrypoints.http_server.set_global_state": "global_state",
+    "managers.tokenizer_manager.TokenizerManager.__init__": "self server_args port_args",
     "entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request": (
         "self request raw_request"
     ),

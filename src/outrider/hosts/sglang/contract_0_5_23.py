@@ -16,7 +16,9 @@ HOOKS: dict[str, str] = {
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         "self kvc num_layers"
     ),
-    "entrypoints.http_server.set_global_state": "global_state",
+    "managers.tokenizer_manager.TokenizerManager.__init__": (
+        "self server_args port_args start_pd_bootstrap_service"
+    ),
     "entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request": (
         "self request raw_request"
     ),

@@ -9,16 +9,15 @@ gets the original first, an AFTER hook its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from outrider.hosts.sglang import bodies, cpu, intake, memory
+from outrider.hosts.sglang import cpu, memory
 from outrider.hosts.sglang.host import host
-from outrider.hosts.sglang.profile import load_profile, request_options
+from outrider.hosts.sglang.profile import load_profile
 from outrider.hosts.sglang.reported import correct_meta_info
 
 NAME = "OUTRIDER"
@@ -52,81 +51,6 @@ def compute_cell_size(original: Callable[..., Any], self: Any, runner: Any, laye
     if runner.is_draft_worker or not is_chosen(args):
         return size
     return size + memory.draft_cell_bytes(runner)
-
-
-def verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
-    """Check what a request asks of Outrider."""
-    args = chosen_args()
-    if args is None:
-        return
-    from outrider.hosts.sglang.heads import draft_kind
-
-    profile, draft = load_profile(), draft_kind(args)
-    request_options(self.custom_params, profile.names(draft), profile.report_acceptance)
-    if self.min_p > 0 and args.enable_deterministic_inference:
-        raise ValueError(
-            "min_p with --enable-deterministic-inference: SGLang's seeded sampler does not have it"
-        )
-
-
-def normalize_request(original: Callable[..., Any], self: Any) -> Any:
-    """Refuse a call of another form than SGLang takes, before it makes many of one prompt."""
-    if chosen_args() is None:
-        return original(self)
-    intake.check_form(self)
-    with intake.refusing():
-        return original(self)
-
-
-def validate_one_request(original: Callable[..., Any], self: Any, obj: Any, input_ids: Any) -> Any:
-    """Refuse what the scheduler cannot hold, before SGLang looks at it."""
-    args = chosen_args()
-    if args is None or not hasattr(obj, "token_ids_logprob"):  # an embedding has none
-        return original(self, obj, input_ids)
-    with _forgetting(self, obj), intake.refusing():
-        intake.check_request(obj, self.model_config.vocab_size)
-        intake.check_labels(obj, args.tokenizer_metrics_allowed_custom_labels)
-        return original(self, obj, input_ids)
-
-
-def create_tokenized_object(
-    original: Callable[..., Any], self: Any, obj: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Refuse what SGLang cannot read, and what the scheduler could not."""
-    if chosen_args() is None or not hasattr(obj, "token_ids_logprob"):
-        return original(self, obj, *args, **kwargs)
-    with _forgetting(self, obj), intake.refusing():
-        made = original(self, obj, *args, **kwargs)
-        host().check_sent(made)
-        return made
-
-
-def convert_openai_request(
-    original: Callable[..., Any], self: Any, request: Any, raw_request: Any = None
-) -> Any:
-    """Refuse what SGLang cannot make a request of its own of: it answers with 500."""
-    if chosen_args() is None:
-        return original(self, request, raw_request)
-    with intake.refusing():
-        return original(self, request, raw_request)
-
-
-def set_global_state(result: None, global_state: Any) -> None:
-    """Refuse bodies that SGLang's validators trip over."""
-    if chosen_args() is not None:
-        from sglang.srt.entrypoints import http_server
-
-        bodies.refuse_unread(http_server.app)
-
-
-@contextmanager
-def _forgetting(manager: Any, obj: Any) -> Iterator[None]:
-    """Forget a request that is refused: SGLang 0.5.11 would keep it for good."""
-    try:
-        yield
-    except BaseException:
-        manager.rid_to_state.pop(obj.rid, None)
-        raise
 
 
 def spec_decoding_metrics(
@@ -304,8 +228,6 @@ def is_prefill_only(self: Any) -> bool:
     return bool(self.sampling_params.max_new_tokens == 0)
 
 
-_OPENAI = "entrypoints.openai"
-
 COMMON: dict[str, Hook] = {
     "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2": (
         decode_slots,
@@ -320,28 +242,6 @@ COMMON: dict[str, Hook] = {
         compute_cell_size,
         "AROUND",
     ),
-    "entrypoints.http_server.set_global_state": (set_global_state, "AFTER"),
-    f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request": (
-        convert_openai_request,
-        "AROUND",
-    ),
-    f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request": (
-        convert_openai_request,
-        "AROUND",
-    ),
-    "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": (
-        normalize_request,
-        "AROUND",
-    ),
-    "managers.tokenizer_manager.TokenizerManager._validate_one_request": (
-        validate_one_request,
-        "AROUND",
-    ),
-    "managers.tokenizer_manager.TokenizerManager._create_tokenized_object": (
-        create_tokenized_object,
-        "AROUND",
-    ),
-    "sampling.sampling_params.SamplingParams.verify": (verify_sampling_params, "AFTER"),
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         spec_decoding_metrics,
         "AFTER",

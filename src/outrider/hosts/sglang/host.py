@@ -42,6 +42,12 @@ class Host(ABC):
     def hooks(self) -> dict[str, tuple[Callable[..., Any], str]]:
         """Return what this version is hooked by: where, what is called, and how."""
 
+    def front_hooks(self) -> dict[str, tuple[Callable[..., Any], str]]:
+        """Return what the HTTP server is hooked by, in the processes that have one."""
+        from outrider.hosts.sglang.front import FRONT
+
+        return FRONT
+
     # -- arguments
 
     @abstractmethod

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang import contract_0_5_23 as contract
-from outrider.hosts.sglang import hooks, plugin, settings
+from outrider.hosts.sglang import front, hooks, plugin, settings
 from outrider.hosts.sglang.host import Host, changed
 from outrider.hosts.sglang.profile import MODEL, REPAIR_VARIABLE
 
@@ -386,6 +386,7 @@ _STREAMER = "managers.scheduler_components.output_streamer.SchedulerOutputStream
 
 _HOOKS: dict[str, hooks.Hook] = {
     **hooks.COMMON,
+    **front.HOOKS,
     "server_args.ServerArgs.resolve_once": (_resolve_once, "BEFORE"),
     "speculative.spec_utils.spec_prepare_for_decode": (_prepare_for_decode, "AROUND"),
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": (_copy_for_forward, "AFTER"),
