@@ -78,8 +78,9 @@ def lay_front_hooks(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from outrider.hosts.sglang import plugin
+    from outrider.hosts.sglang.contract import hook_target
 
-    plugin.lay(host().front_hooks())
+    plugin.lay({hook_target(name): hook for name, hook in host().front_hooks().items()})
     HookRegistry.apply_hooks()
     plugin.check_hooks(front=True)
     bodies.refuse_unread(server.app)
