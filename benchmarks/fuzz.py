@@ -1,138 +1,164 @@
-"""Give hostile input to every door: is it taken or refused in one line, and in time?
+"""Give hostile input to every door: the property tests of tests/doors, with many more inputs.
 
-    python benchmarks/fuzz.py [--inputs 1000] [--seed 0] [--door custom_params ...] [--only N]
+    python benchmarks/fuzz.py [--inputs 1000] [--seed 0] [--door profiles ...] [--budget 1800]
 
-Each input is made from (seed, door, number), so that one that breaks a door can be tried again:
-`--door NAME --only NUMBER` shows its traceback. A door breaks if it raises anything but its
-declared error, if that has several lines, if it takes longer than LIMIT, or if what it prints or
-writes steers a terminal or a page. The door `http` is a real SGLang server
-(`scripts/setup-sglang-cpu`): between hostile requests it must go on to answer as before.
+Each door runs in parts, in processes of their own, two at a time. A part that was done with the
+same seed and inputs is not done again, so that an interrupted run goes on where it was. A test ends
+at the first input that breaks its door, shrunk: `broken_by` has the test and the seed that finds it
+again. A door that asks a real server runs in `--sglang`, a Python with SGLang
+(`scripts/setup-sglang-cpu`), and again with the SGLang of the directory $OUTRIDER_SGLANG23.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
+import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fuzz_doors import DOORS, Door
-from hostile import Hostile
+from common import write
 from rich.progress import Progress
 
-LIMIT = 10.0
-"""Seconds that one input may take."""
+ROOT = Path(__file__).parents[1]
+DOORS = ROOT / "tests" / "doors"
 
 SHARES = {
-    "custom_params": 60, "profile": 5, "prompts": 5, "bench_results": 2, "trial_parts": 5,
-    "engine": 0.5, "drafts": 0.3, "http": 0.3,
+    "request_options": 10, "sampling_parameters": 10, "drafter_names": 8, "prompt_files": 6,
+    "recordings": 6, "profiles": 4, "results": 4, "shared_texts": 4, "draft_socket": 2,
+    "http_replies": 2, "terminals": 2, "pages": 0.5, "checkpoints": 0.3, "sglang_requests": 0.2,
 }  # fmt: skip
-"""How many times --inputs a door gets, by what one input takes."""
+"""How many times --inputs each test of a door gets, by what one input takes; of others 1."""
+
+PART = 2000
+"""Inputs of a test in one process."""
+
+COUNTS = ("inputs", "crashes", "hangs", "heavy")
 
 
-class Hang(BaseException):
-    """An input took too long; no door may catch this."""
+class Part(NamedTuple):
+    """Inputs of a door in one process.
+
+    door: in the result
+    number: among the door's
+    """
+
+    door: str
+    number: int
+    inputs: int
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+    @property
+    def name(self) -> str:
+        """What a result knows it by."""
+        return f"{self.door} {self.number} {self.inputs}"
 
 
-def attempt(door: Door, rng: Hostile, folder: Path) -> str | None:
-    """Return what broke, or None."""
-
-    def ring(*_: object) -> None:
-        raise Hang
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT)
-    started = time.perf_counter()
-    try:
-        door(rng, folder)
-    except Hang:
-        return "hang"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"[:300]
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    # what a library computes in one call cannot be interrupted
-    return "hang" if time.perf_counter() - started > LIMIT else None
+def doors() -> dict[str, Path]:
+    """Return the modules of tests/doors by their names."""
+    return {file.stem.removeprefix("test_"): file for file in sorted(DOORS.glob("test_*.py"))}
 
 
-def fuzz(
-    name: str, door: Door, seed: int, inputs: int, tick: Callable[[], None] = lambda: None
-) -> dict[str, Any]:
-    """Return how many inputs a door was given, and which of them broke it."""
-    broken: dict[int, str] = {}
+def parts(name: str, file: Path, options: argparse.Namespace) -> list[Part]:
+    """Return a door's parts."""
+    wanted = max(1, int(SHARES.get(name, 1) * options.inputs))
+    python, paths = sys.executable, {name: [str(ROOT / "src")]}
+    if "pytest.mark.sglang" in file.read_text():
+        python, beside = options.sglang, os.environ.get("OUTRIDER_SGLANG23")
+        if beside:
+            paths[f"{name} (SGLang 0.5.23)"] = [beside, *paths[name]]
+    made = []
+    for door, path in paths.items():
+        for number, begun in enumerate(range(0, wanted, PART)):
+            inputs = min(PART, wanted - begun)
+            seed = f"--hypothesis-seed={1000 * options.seed + number}"
+            command = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file), seed)
+            environment = {"PYTHONPATH": os.pathsep.join(path)}
+            environment["OUTRIDER_FUZZ_EXAMPLES"] = str(inputs)
+            made.append(Part(door, number, inputs, command, environment))
+    return made
+
+
+def run(part: Part, budget: float) -> dict[str, Any]:
+    """Return how many inputs a part had, and what broke the door."""
     with tempfile.TemporaryDirectory() as folder:
-        with suppress(Exception):  # imports and caches are not timed
-            door(source(seed, name, 0), Path(folder))
-        for number in range(inputs):
-            said = attempt(door, source(seed, name, number), Path(folder))
-            if said is not None:
-                broken[number] = said
-            tick()
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "inputs": inputs,
-        "crashes": sum(said != "hang" for said in broken.values()),
-        "hangs": sum(said == "hang" for said in broken.values()),
-        "broken_by": dict(list(broken.items())[:20]),
-    }
+        report = Path(folder) / "report"
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **part.environment}
+        environment |= {"OUTRIDER_FUZZ_REPORT": str(report), "PYTEST_ADDOPTS": ""}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        try:
+            ended = subprocess.run(
+                part.command, env=environment, cwd=ROOT, timeout=budget, check=False, **pipes
+            )
+            code, said = ended.returncode, ended.stdout.decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            code, said = None, f"it did not end within {budget:g} s"
+        lines = report.read_text().splitlines() if report.exists() else []
+    tests = [json.loads(line) for line in lines]
+    found = {key: sum(test[key] for test in tests) for key in COUNTS}
+    broken = [{"test": test["test"], "said": test["said"]} for test in tests if test["said"]]
+    if code != 0 and not broken:  # nothing was collected, or the process died or hung
+        found["hangs" if code is None else "crashes"] += 1
+        broken.append({"test": None, "said": said[-500:]})
+    repeat = {"seed": part.command[-1], "examples": part.inputs}
+    return {**found, "broken_by": [one | repeat for one in broken]}
 
 
-def source(seed: int, name: str, number: int) -> Hostile:
-    """Return the source of an input."""
-    return Hostile(f"{seed}/{name}/{number}")
+def add(doors: dict[str, Any], part: Part, found: dict[str, Any]) -> None:
+    """Add what a part found to its door."""
+    empty = {**dict.fromkeys(COUNTS, 0), "broken_by": [], "parts": []}
+    door = doors.setdefault(part.door, {"date": "", **empty})
+    door["date"] = time.strftime("%Y-%m-%d")
+    for key in (*COUNTS, "broken_by"):
+        door[key] += found[key]
+    door["parts"].append(part.name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Fuzz the doors and write benchmarks/results/fuzz.json."""
-    from fuzz_http import server_door
-
-    names = [*DOORS, "http"]
+    known = doors()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--inputs", type=int, default=1000, help="of a door whose share is 1")
-    parser.add_argument("--door", nargs="+", choices=names, default=names)
-    parser.add_argument("--only", type=int, help="try this input, and show where it breaks")
+    parser.add_argument("--inputs", type=int, default=1000, help="of a test whose share is 1")
+    parser.add_argument("--door", nargs="+", choices=known, default=list(known))
+    parser.add_argument("--budget", type=float, default=1800, help="seconds that a part may take")
+    parser.add_argument("--sglang", default=sys.executable, help="a Python that has SGLang")
     parser.add_argument("--out", type=Path, help="another file for the result")
     options = parser.parse_args(argv)
-    if options.only is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            for name in options.door:
-                DOORS[name](source(options.seed, name, options.only), Path(folder))
-        return
-    found: dict[str, Any] = {}
-    counts = {name: max(1, int(SHARES.get(name, 1) * options.inputs)) for name in options.door}
-    with Progress() as progress:
-        for name, inputs in counts.items():
-            task = progress.add_task(name, total=inputs)
-
-            def tick(task: Any = task) -> None:
-                progress.advance(task)
-
-            if name == "http":
-                with server_door() as door:
-                    found[name] = fuzz(name, door, options.seed, inputs, tick)
-            else:
-                found[name] = fuzz(name, DOORS[name], options.seed, inputs, tick)
-    from common import write
-
-    file = options.out or Path(__file__).parent / "results" / "fuzz.json"
+    file = options.out or ROOT / "benchmarks" / "results" / "fuzz.json"
     before = json.loads(file.read_text()) if file.exists() else {}
-    if before.get("seed") == options.seed:  # doors that were not tried now
-        found = before["doors"] | found
-    totals = {
-        key: sum(one[key] for one in found.values()) for key in ("inputs", "crashes", "hangs")
-    }
-    result = {"seed": options.seed, "limit_seconds": LIMIT, **totals, "doors": found}
-    write("fuzz", result, file)
-    if totals["crashes"] or totals["hangs"]:
-        sys.exit(f"{totals['crashes']} crashes, {totals['hangs']} hangs")
+    asked = {"seed": options.seed, "inputs_asked": options.inputs}
+    found = before["doors"] if asked.items() <= before.items() else {}
+    done = {name for door in found.values() for name in door["parts"]}
+    waiting = [part for name in options.door for part in parts(name, known[name], options)]
+    waiting = [part for part in waiting if part.name not in done]
+    # a server takes longest: the two of them begin
+    waiting.sort(key=lambda part: part.environment["PYTHONPATH"] == str(ROOT / "src"))
+    with Progress() as progress, ThreadPoolExecutor(2) as pool:
+        task = progress.add_task("parts", total=len(waiting))
+        running = {pool.submit(run, part, options.budget): part for part in waiting}
+        for ended in as_completed(running):
+            add(found, running[ended], ended.result())
+            progress.advance(task)
+            _write(file, asked, found)
+    totals = _write(file, asked, found)
+    if any(totals[key] for key in COUNTS[1:]):
+        sys.exit(", ".join(f"{totals[key]} {key}" for key in COUNTS[1:]))
+
+
+def _write(file: Path, asked: dict[str, int], found: dict[str, Any]) -> dict[str, int]:
+    totals = {key: sum(door[key] for door in found.values()) for key in COUNTS}
+    limits = {"limit_seconds": 5.0, "limit_megabytes": 500}
+    doors = dict(sorted(found.items()))
+    write("fuzz", {**asked, **limits, **totals, "doors": doors}, file)
+    return totals
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A short run of benchmarks/fuzz.py: hostile input at every door, from a fixed seed."""
+"""benchmarks/fuzz.py, and the watch over the inputs of tests/doors."""
 
 from __future__ import annotations
 
@@ -9,74 +9,71 @@ from pathlib import Path
 
 import pytest
 
-from outrider.errors import Unsupported
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "doors"))
 
 import fuzz
-from fuzz_doors import DOORS, Broken, look_at, refusal, terminal
-from hostile import TEXTS, Hostile, Tags, dumps
-
-INPUTS = {"custom_params": 1000, "prompts": 200, "trial_parts": 100, "reports": 3, "drafts": 5}
+import watch
 
 
-@pytest.mark.parametrize("name", DOORS)
-def test_a_door(name):
-    if name in ("heads", "drafts"):
-        pytest.importorskip("transformers")
-    found = fuzz.fuzz(name, DOORS[name], seed=18, inputs=INPUTS.get(name, 15))
-    assert not found["broken_by"]
+def test_a_slow_input_fails_even_if_the_door_catches_everything():
+    def slow():
+        try:
+            time.sleep(5)
+        except Exception:
+            return
+
+    watched = watch.Watch(seconds=0.05)
+    with pytest.raises(pytest.fail.Exception, match=r"over 0\.05 s"):
+        watched.over(slow)()
+    assert (watched.inputs, watched.hangs) == (1, 1)
 
 
-# -- the fuzzer finds what it looks for
+def test_a_pause_is_not_counted():
+    watched = watch.Watch(seconds=0.2)
+
+    def restarting():
+        with watched.pause():
+            time.sleep(0.4)
+
+    watched.over(restarting)()
+    assert not watched.hangs
 
 
-def refuse_badly(rng, folder):
-    with refusal(Unsupported):
-        raise ValueError("not the declared error")
+def test_a_heavy_input_fails_though_it_gives_its_memory_back(monkeypatch):
+    monkeypatch.setattr(watch, "MEGABYTES", 100)
+    watched = watch.Watch(seconds=300)
+    watched.over(lambda: len(bytes(10)))()
+    with pytest.raises(pytest.fail.Exception, match="MB"):
+        watched.over(lambda: len(b"x" * 2**28))()
+    assert (watched.inputs, watched.heavy) == (2, 1)
 
 
-def say_much(rng, folder):
-    with refusal(ValueError):
-        raise ValueError("several\nlines")
+def test_each_door_is_a_module():
+    found = fuzz.doors()
+    assert {"profiles", "request_options", "sglang_requests"} <= found.keys()
+    # with the names that tests have for one module
+    assert fuzz.SHARES.keys() >= found.keys()
 
 
-def steer(rng, folder):
-    with terminal():
-        sys.stdout.write(TEXTS[10])
+def test_a_run_goes_on_where_it_was(tmp_path):
+    asked = ["--door", "request_options", "--inputs", "1", "--out", str(tmp_path / "fuzz.json")]
+    fuzz.main(asked)
+    first = json.loads((tmp_path / "fuzz.json").read_text())
+    assert first["inputs"] >= 10
+    assert [first[key] for key in ("crashes", "hangs", "heavy")] == [0, 0, 0]
+    fuzz.main(asked)
+    assert json.loads((tmp_path / "fuzz.json").read_text())["doors"] == first["doors"]
 
 
-def inject(rng, folder):
-    look_at(f"<p>{TEXTS[2]}</p>")
+def test_what_breaks_is_counted(tmp_path):
+    def part(code):
+        file = tmp_path / "broken.py"
+        file.write_text(code)
+        return fuzz.Part("broken", 0, 1, (sys.executable, str(file)), {})
 
-
-@pytest.mark.parametrize("door", [refuse_badly, say_much, steer, inject])
-def test_a_bad_door(door):
-    assert fuzz.fuzz("bad", door, 0, 1)["crashes"] == 1
-
-
-def test_a_door_that_hangs(monkeypatch):
-    monkeypatch.setattr(fuzz, "LIMIT", 0.05)
-    assert fuzz.attempt(lambda rng, folder: time.sleep(5), Hostile(0), Path()) == "hang"
-
-
-def test_what_a_page_would_run():
-    for text in TEXTS[1:4]:
-        assert Tags(text).found
-    assert not Tags("<p>&lt;script&gt;</p>").found
-    with pytest.raises(Broken):
-        look_at("<script>1</script>", scripts=0)
-
-
-def test_the_same_seed_gives_the_same_input():
-    def made(number):
-        rng = fuzz.source(0, "door", number)
-        return rng.written(rng.mutated({"a": [1, {"b": "c"}]}))
-
-    assert [made(n) for n in range(50)] == [made(n) for n in range(50)]
-    assert len({made(n) for n in range(50)}) > 40
-
-
-def test_documents_are_json():
-    document = {"a": [1, 2.5, None, True, "\u2028"], "b": {}, "c": []}
-    assert json.loads(dumps(document)) == document
+    dead = fuzz.run(part("raise SystemExit(3)"), budget=30)
+    assert (dead["crashes"], dead["hangs"]) == (1, 0)
+    assert dead["broken_by"][0]["examples"] == 1
+    hung = fuzz.run(part("import time; time.sleep(60)"), budget=1)
+    assert (hung["crashes"], hung["hangs"]) == (0, 1)

@@ -131,6 +131,19 @@ REQUESTS = {
     "a drafter that the server does not have": "names those it has",
     "`min_p` with `--enable-deterministic-inference`": "SGLang's seeded sampler lacks it",
     "`explain` where the profile says `report_acceptance: false`": "it would tell",
+    "a number that is not finite or out of range, half of a surrogate pair, an unknown parameter": (
+        "it would raise in the scheduler, and stop the server for all"
+    ),
+    "a list that is not as long as the list of prompts, a field of another type": "the same",
+    "`n` above 4,096, or more than 65,536 answers to one call": "each has a place in the queue",
+    "`stop_regex` with repeats within repeats, or several without bounds": (
+        "Python tries every way to match, after every step; bound the repeats: `\\s{0,8}`"
+    ),
+    "a grammar with more than 200 brackets within each other": "its compiler recurses",
+    "`custom_labels` that the server was not started with": "the metrics would raise",
+    "`lora_id`, `http_worker_ipc`, `encoder_urls` and others that SGLang sets itself": (
+        "they steer what is between its processes"
+    ),
     "`beam_width` above 1 (0.5.23)": "SGLang refuses it beside any speculation",
     "`return_sampling_mask` (0.5.23)": "SGLang refuses it beside any algorithm but its DFLASH",
     "`/set_internal_state` with `speculative_accept_threshold_single` or `_acc`": (

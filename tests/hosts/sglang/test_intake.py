@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
 
-from outrider.hosts.sglang.intake import check_request
+from outrider.hosts.sglang.intake import (
+    EACH,
+    FLAGS,
+    INTERNAL,
+    MAX_REQUESTS,
+    REQUEST,
+    SAMPLING,
+    check_form,
+    check_labels,
+    check_request,
+    refusing,
+)
+from outrider.hosts.sglang.requests import tenant_of
 
 V = 100
 HALF = "\ud800"
@@ -25,7 +40,11 @@ HOSTILE = {
     "sampling_seed": [2**63, -(2**63) - 1, 10**400, "7", 1.5],
     "stream_interval": [0, -1],
     "stop": [7, [7], HALF, ["a", HALF]],
-    "regex": [7, HALF],
+    "stop_regex": [7, "(a+)+$", "(.*)*x", "a?" * 60 + "a" * 60, "(a)\\1", "(", ["a", "\\s*\\s*x"]],
+    "regex": [7, HALF, "(" * 201 + ")" * 201],
+    "json_schema": [{}, "[" * 10**6],
+    "structural_tag": ["[" * 200_000],
+    "skip_special_tokens": [{}, "yes", 1],
     "custom_params": [[1], "x"],
     "stop_token_ids": [[2**63], 7, ["a"], [1.5]],
     "logit_bias": [{"5": float("nan")}, {"5": 1e39}, {"5": "x"}, {"-1": 1.0}, {"100": 1.0}, [1]],
@@ -39,6 +58,8 @@ FIELDS = {
     "input_ids": [[-1], [3, -(2**70)]],
 }
 FINE = {
+    "stop_regex": ["a", ["\\n+", "\\d{1,8}\\.\\d{1,8}", "(Human|User):"], None],
+    "json_schema": ['{"type": "object", "properties": {"a": {"type": "string"}}}', None],
     "temperature": [0, 0.7, 1, 1e6, None],
     "top_k": [-1, 5, None],
     "max_new_tokens": [0, 10, None],
@@ -85,3 +106,105 @@ def test_a_stop_token_is_looked_up_beside_min_new_tokens_only():
 def test_parameters_that_are_no_mapping():
     with pytest.raises(ValueError, match="sampling_params"):
         check_request(asked([1]), V)
+
+
+def test_each_name_of_sglang_is_known():
+    """A parameter or field of a new version is not let through by chance."""
+    within = {"self", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"}
+    params = {*inspect.signature(SamplingParams).parameters} - within - {"is_normalized"}
+    assert params <= SAMPLING.keys()
+    assert GenerateReqInput.__dataclass_fields__.keys() <= EACH.keys() | REQUEST.keys()
+    assert not EACH.keys() & REQUEST.keys()
+
+
+def test_an_unknown_parameter_is_refused():
+    for name in ("is_normalized", "stop_strs", "nope", HALF):
+        with pytest.raises(ValueError, match="no such parameter"):
+            check_request(asked({name: True}), V)
+
+
+CALLS = {
+    "rid": [["a"], ["a", "b", "c"], [HALF, "b"]],
+    "text": [[], ["a", HALF], 7],
+    "sampling_params": [[{}], [{}, 7], {"n": 10**9}, {"n": MAX_REQUESTS // 2}, 5],
+    "logprob_start_len": [[0], [0, 2**40]],
+    "bootstrap_port": [2**31, [1]],
+    "session_params": [{"id": 7}, {"nope": 1}, {"offset": 10**400}],
+    "priority": [2**64],
+    "received_time": [float("nan")],
+    "stream": ["yes"],
+    **{name: ["a", [1], True] for name in INTERNAL},
+}
+
+
+def call(**fields):
+    """Return what /generate makes of a body."""
+    made = GenerateReqInput(text=["a", "b"])
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_another_form_are_refused_by_name(name):
+    for value in CALLS[name]:
+        if not hasattr(GenerateReqInput(), name):
+            pytest.skip("not in this version")
+        with pytest.raises(ValueError, match=name):
+            check_form(call(**{name: value}))
+
+
+def test_calls_that_sglang_serves():
+    for fields in (
+        {},
+        {"text": "a", "rid": "b", "image_data": ["x"], "session_params": {"id": "s", "offset": 3}},
+        {"rid": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 2}], "logprob_start_len": [0, 1]},
+        {"text": None, "input_ids": [1, 2], "top_logprobs_num": 2, "token_ids_logprob": [1, 2]},
+        {"text": None, "input_ids": [[1], [2]], "token_ids_logprob": [[1], [2]]},
+        {"text": None, "input_embeds": [[0.5, 0.5]], "need_wait_for_mm_inputs": False},
+        dict.fromkeys(FLAGS, True),
+    ):
+        check_form(call(**fields))
+
+
+def test_one_value_is_no_list():
+    with pytest.raises(ValueError, match="return_logprob must be no list"):
+        check_form(call(text="a", return_logprob=[True]))
+
+
+def test_labels_are_those_of_the_server():
+    """Prometheus raises at others, in the loop that hands all answers out."""
+    check_labels(call(custom_labels={"a": "1"}), ["a"])
+    for labels, allowed in (({"b": "1"}, ["a"]), ({"a": "1"}, None), ({"a": HALF}, ["a"])):
+        with pytest.raises(ValueError, match="custom_labels"):
+            check_labels(call(custom_labels=labels), allowed)
+
+
+def test_what_sglang_raises_about_a_request_is_a_refusal():
+    for raised in (TypeError("a\nb"), IndexError(), RecursionError(), RuntimeError(HALF)):
+        with pytest.raises(ValueError, match="the request cannot be read") as refused, refusing():
+            raise raised
+        assert str(refused.value).isascii()
+        assert "\n" not in str(refused.value)
+    with pytest.raises(OSError, match="disk"), refusing():
+        raise OSError("disk")
+
+
+def test_tenants_are_apart():
+    """By `cache_salt`, which SGLang 0.5.23 keeps apart, as well as by `extra_key`."""
+
+    def tenant(**names):
+        return tenant_of(SimpleNamespace(**{"extra_key": None, **names}))
+
+    told = [
+        tenant(),
+        tenant(extra_key="a"),
+        tenant(cache_salt="a"),
+        tenant(cache_salt="a", extra_key="bc"),
+        tenant(cache_salt="ab", extra_key="c"),
+        tenant(cache_salt="abc"),
+        tenant(extra_key="abc"),
+        tenant(extra_key="1:abc"),
+    ]
+    assert len(set(told)) == len(told)
+    assert told[0] == ""

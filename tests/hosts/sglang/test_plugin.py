@@ -32,7 +32,8 @@ def loaded():
 
 def test_contract_holds_and_all_hooks_are_laid():
     assert contract.differences(host().contract) == []
-    assert host().hooks().keys() == host().contract.HOOKS.keys()
+    hooks = host().hooks() | host().front_hooks()
+    assert hooks.keys() == host().contract.HOOKS.keys()
     plugin.check_contract()
     plugin.check_hooks()
 

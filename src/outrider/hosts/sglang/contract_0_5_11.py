@@ -21,7 +21,18 @@ HOOKS: dict[str, str] = {
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         "self mr num_layers"
     ),
+    "entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key": "self request",
+    "managers.tokenizer_manager.TokenizerManager.__init__": "self server_args port_args",
+    "entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request": (
+        "self request raw_request"
+    ),
+    "entrypoints.openai.serving_completions.OpenAIServingCompletion"
+    "._convert_to_internal_request": "self request raw_request",
+    "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": "self",
     "managers.tokenizer_manager.TokenizerManager._validate_one_request": "self obj input_ids",
+    "managers.tokenizer_manager.TokenizerManager._create_tokenized_object": (
+        "self obj input_text input_ids input_embeds mm_inputs token_type_ids"
+    ),
     "sampling.sampling_params.SamplingParams.verify": "self vocab_size",
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         "self meta_info recv_obj i"

@@ -16,7 +16,19 @@ HOOKS: dict[str, str] = {
     "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
         "self kvc num_layers"
     ),
+    "managers.tokenizer_manager.TokenizerManager.__init__": (
+        "self server_args port_args start_pd_bootstrap_service"
+    ),
+    "entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request": (
+        "self request raw_request"
+    ),
+    "entrypoints.openai.serving_completions.OpenAIServingCompletion"
+    "._convert_to_internal_request": "self request raw_request",
+    "managers.io_struct.GenerateReqInput.normalize_batch_and_arguments": "self",
     "managers.tokenizer_manager.TokenizerManager._validate_one_request": "self obj input_ids",
+    "managers.tokenizer_manager.TokenizerManager._create_tokenized_object": (
+        "self obj input_text input_ids input_embeds mm_inputs token_type_ids"
+    ),
     "sampling.sampling_params.SamplingParams.verify": "self vocab_size",
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": "self",
     "speculative.spec_utils.spec_prepare_for_decode": "batch",
@@ -58,6 +70,8 @@ CALLS: dict[str, str] = {
     "configs.model_config.ModelConfig.from_server_args": (
         "server_args model_path model_revision is_draft_model context_length **"
     ),
+    "managers.io_struct.msgpack_encode": "obj",
+    "managers.io_struct.msgpack_decode": "data",
     "runtime_context.get_server_args": "",
     "runtime_context.get_parallel": "",
     "runtime_context.get_context": "",
@@ -189,9 +203,9 @@ ATTRIBUTES: dict[str, str] = {
     "managers.schedule_batch.Req": (
         "rid origin_input_ids output_ids sampling_params grammar finished_reason "
         "kv decode_batch_idx spec_verify_ct spec_num_correct_drafts return_logprob "
-        "return_hidden_states hidden_states require_reasoning extra_key stream finished_output "
-        "finished_len output_ids_through_stop send_token_offset send_decode_id_offset "
-        "reasoning_tokens is_retracted custom_logit_processor"
+        "return_hidden_states hidden_states require_reasoning extra_key cache_salt stream "
+        "finished_output finished_len output_ids_through_stop send_token_offset "
+        "send_decode_id_offset reasoning_tokens is_retracted custom_logit_processor"
     ),
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor": (
         "model_worker"

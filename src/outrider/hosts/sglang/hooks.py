@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.hosts.sglang import cpu, intake, memory
+from outrider.hosts.sglang import cpu, memory
 from outrider.hosts.sglang.host import host
-from outrider.hosts.sglang.profile import load_profile, request_options
+from outrider.hosts.sglang.profile import load_profile
 from outrider.hosts.sglang.reported import correct_meta_info
 
 NAME = "OUTRIDER"
@@ -51,27 +51,6 @@ def compute_cell_size(original: Callable[..., Any], self: Any, runner: Any, laye
     if runner.is_draft_worker or not is_chosen(args):
         return size
     return size + memory.draft_cell_bytes(runner)
-
-
-def verify_sampling_params(result: None, self: Any, vocab_size: int) -> None:
-    """Check what a request asks of Outrider."""
-    args = chosen_args()
-    if args is None:
-        return
-    from outrider.hosts.sglang.heads import draft_kind
-
-    profile, draft = load_profile(), draft_kind(args)
-    request_options(self.custom_params, profile.names(draft), profile.report_acceptance)
-    if self.min_p > 0 and args.enable_deterministic_inference:
-        raise ValueError(
-            "min_p with --enable-deterministic-inference: SGLang's seeded sampler does not have it"
-        )
-
-
-def validate_one_request(self: Any, obj: Any, input_ids: Any) -> None:
-    """Refuse what the scheduler cannot hold, before SGLang looks at it."""
-    if chosen_args() is not None and hasattr(obj, "token_ids_logprob"):  # an embedding has none
-        intake.check_request(obj, self.model_config.vocab_size)
 
 
 def spec_decoding_metrics(
@@ -263,11 +242,6 @@ COMMON: dict[str, Hook] = {
         compute_cell_size,
         "AROUND",
     ),
-    "managers.tokenizer_manager.TokenizerManager._validate_one_request": (
-        validate_one_request,
-        "BEFORE",
-    ),
-    "sampling.sampling_params.SamplingParams.verify": (verify_sampling_params, "AFTER"),
     "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
         spec_decoding_metrics,
         "AFTER",

@@ -42,6 +42,12 @@ class Host(ABC):
     def hooks(self) -> dict[str, tuple[Callable[..., Any], str]]:
         """Return what this version is hooked by: where, what is called, and how."""
 
+    def front_hooks(self) -> dict[str, tuple[Callable[..., Any], str]]:
+        """Return what the HTTP server is hooked by, in the processes that have one."""
+        from outrider.hosts.sglang.front import FRONT
+
+        return FRONT
+
     # -- arguments
 
     @abstractmethod
@@ -53,6 +59,9 @@ class Host(ABC):
         """Return the same of this process; None before they are known."""
 
     # -- requests
+
+    def check_sent(self, made: Any) -> None:  # noqa: B027 - nothing to do in most versions
+        """Raise if the scheduler could not read a request that is sent to it."""
 
     @abstractmethod
     def cache_of(self, req: Any) -> Any:

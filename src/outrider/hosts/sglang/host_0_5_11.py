@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang import contract_0_5_11 as contract
-from outrider.hosts.sglang import hooks, memory, plugin, rocm, settings
+from outrider.hosts.sglang import front, hooks, memory, plugin, rocm, settings
 from outrider.hosts.sglang.host import Host
 
 
@@ -106,6 +106,10 @@ class Sglang0511(Host):
     def hooks(self) -> dict[str, hooks.Hook]:
         """Return what this version is hooked by."""
         return _HOOKS
+
+    def front_hooks(self) -> dict[str, tuple[Callable[..., Any], str]]:
+        """Return what its HTTP server is hooked by."""
+        return _FRONT
 
     def arguments(self, server_args: Any) -> Any:
         """Return them: SGLang completes them in place."""
@@ -314,8 +318,17 @@ def _can_run_graph(original: Any, self: Any, forward_batch: Any) -> bool:
     return bool(original(self, forward_batch))
 
 
+def _compute_extra_key(original: Callable[..., Any], self: Any, request: Any) -> Any:
+    """Keep `cache_salt` and `extra_key` apart: SGLang makes the same of "a", "bc" and "ab", "c"."""
+    key, salt = original(self, request), getattr(request, "cache_salt", None)
+    if not salt or hooks.chosen_args() is None:
+        return key
+    return f"{len(salt)}:{key}"
+
+
 _HOOKS: dict[str, hooks.Hook] = {
     **hooks.COMMON,
+    **front.HOOKS,
     "speculative.spec_info.SpeculativeAlgorithm.from_string": (_from_string, "AROUND"),
     "speculative.spec_info.SpeculativeAlgorithm.create_worker": (_create_worker, "AFTER"),
     "server_args.ServerArgs.add_cli_args": (_add_cli_args, "AFTER"),
@@ -335,4 +348,12 @@ _HOOKS: dict[str, hooks.Hook] = {
     ),
     "layers.utils.hash.murmur_hash32": (hooks.murmur_hash32, "AROUND"),
     "model_executor.cuda_graph_runner.CudaGraphRunner.can_run": (_can_run_graph, "AROUND"),
+}
+
+_FRONT: dict[str, hooks.Hook] = {
+    **front.FRONT,
+    "entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key": (
+        _compute_extra_key,
+        "AROUND",
+    ),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from outrider.core import Unsupported
 from outrider.hosts.sglang import contract_0_5_23 as contract
-from outrider.hosts.sglang import hooks, plugin, settings
+from outrider.hosts.sglang import front, hooks, plugin, settings
 from outrider.hosts.sglang.host import Host, changed
 from outrider.hosts.sglang.profile import MODEL, REPAIR_VARIABLE
 
@@ -66,6 +67,16 @@ class Sglang0523(Host):
             return self.arguments(get_server_args())
         except ValueError:
             return None
+
+    def check_sent(self, made: Any) -> None:
+        """Raise if what the scheduler reads has other types than it knows. It would stop there."""
+        from sglang.srt.managers.io_struct import msgpack_decode, msgpack_encode
+
+        made = copy(made)
+        # SGLang has made these itself, and they may be large
+        made.mm_inputs = made.input_embeds = made.time_stats = None
+        made.input_ids = made.input_ids and made.input_ids[:1]
+        msgpack_decode(msgpack_encode(made))
 
     def cache_of(self, req: Any) -> Any:
         """Return the request's part for it."""
@@ -375,6 +386,7 @@ _STREAMER = "managers.scheduler_components.output_streamer.SchedulerOutputStream
 
 _HOOKS: dict[str, hooks.Hook] = {
     **hooks.COMMON,
+    **front.HOOKS,
     "server_args.ServerArgs.resolve_once": (_resolve_once, "BEFORE"),
     "speculative.spec_utils.spec_prepare_for_decode": (_prepare_for_decode, "AROUND"),
     "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": (_copy_for_forward, "AFTER"),

@@ -1,65 +1,41 @@
-"""What a request may ask of the server: numbers that arithmetic holds, tokens that there are.
+"""What a request may ask of the server: fields of their types, numbers that arithmetic holds.
 
-SGLang compares some parameters with their ranges, in the tokenizer's process. What it lets through
-becomes tensors in the scheduler, and a value that they cannot hold raises there: the server stops,
-and all requests with it. So each request is checked before SGLang looks at it, and refused with
-status 400. What is checked here is harmless where it is not refused; what SGLang itself refuses is
-left to SGLang.
+SGLang checks some fields, in the tokenizer's process. What it lets through reaches the scheduler,
+and what raises there stops the server, and all requests with it. So each request is checked before
+SGLang looks at it, and refused with status 400: first its form, before one prompt becomes many,
+then the values of each. What is checked here is harmless where it is not refused; what SGLang
+itself refuses is left to SGLang. Its own errors about a request become refusals, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-MAX_REAL = 3.4028234e38
-"""The largest number of 32 bits."""
-
-INT32, INT64 = 2**31 - 1, 2**63 - 1
+from outrider.hosts.sglang.field_checks import (
+    INT32,
+    INT64,
+    Check,
+    anything,
+    flag,
+    grammar,
+    mapping,
+    nothing,
+    patterns,
+    real,
+    shown,
+    text,
+    texts,
+    whole,
+)
 
 MAX_ANSWERS = 4096
-"""Answers to one request (`n`). Each takes a place in the queue before the first is served."""
+"""Answers to one prompt (`n`). Each takes a place in the queue before the first is served."""
 
-Check = Callable[[Any], "str | None"]
-"""Returns what a value has to be, if it is something else."""
-
-
-def whole(low: int, high: int) -> Check:
-    """Return a check that a value is a whole number from `low` to `high`."""
-
-    def check(value: Any) -> str | None:
-        is_whole = isinstance(value, int)  # 20.0 is none
-        return None if is_whole and low <= value <= high else f"a whole number in [{low}, {high}]"
-
-    return check
-
-
-def real(low: float = -MAX_REAL, high: float = MAX_REAL) -> Check:
-    """Return a check that a value is a number from `low` to `high`, which is finite."""
-
-    def check(value: Any) -> str | None:
-        is_real = isinstance(value, (int, float))  # NaN is in no range
-        return None if is_real and low <= value <= high else f"a number in [{low:g}, {high:g}]"
-
-    return check
-
-
-def text(value: Any) -> str | None:
-    """Check that a value is a text that can be encoded: no half of a surrogate pair alone."""
-    return None if isinstance(value, str) and _is_unicode(value) else "a text in Unicode"
-
-
-def texts(value: Any) -> str | None:
-    """Check that a value is a text, or a list of texts."""
-    found = value if isinstance(value, list) else [value]
-    return None if all(text(one) is None for one in found) else "a text, or a list of texts"
-
-
-def mapping(value: Any) -> str | None:
-    """Check that a value is a mapping."""
-    return None if isinstance(value, Mapping) else "a mapping"
-
+MAX_REQUESTS = 1 << 16
+"""Answers to all prompts of one call."""
 
 SAMPLING: Mapping[str, Check] = {
     "temperature": real(0.0),
@@ -72,22 +48,165 @@ SAMPLING: Mapping[str, Check] = {
     "max_new_tokens": whole(0, INT32),
     "min_new_tokens": whole(0, INT32),
     "n": whole(1, MAX_ANSWERS),
+    "beam_width": whole(1, MAX_ANSWERS),
     "sampling_seed": whole(-INT64 - 1, INT64),
     "stream_interval": whole(1, INT32),
     "stop": texts,
-    "stop_regex": texts,
-    "regex": text,
-    "ebnf": text,
+    "stop_token_ids": anything,  # with the vocabulary's size: see `check_request`
+    "logit_bias": anything,
+    "stop_regex": patterns,
+    "json_schema": grammar,
+    "regex": grammar,
+    "ebnf": grammar,
+    "structural_tag": grammar,
+    "ebnf_full_assistant": flag,
+    "ignore_eos": flag,
+    "skip_special_tokens": flag,
+    "spaces_between_special_tokens": flag,
+    "no_stop_trim": flag,
     "custom_params": mapping,
+    "watermark": anything,
 }
-"""Sampling parameters. None stands for the default of each; others are SGLang's to check."""
+"""Sampling parameters. None stands for the default of each; there are no others."""
 
-FIELDS: Mapping[str, Check] = {
-    "logprob_start_len": whole(-1, INT32),
-    "extra_key": text,
+SESSION: Mapping[str, Check] = {
+    "id": text,
     "rid": text,
+    "offset": whole(-INT32, INT32),
+    "replace": flag,
+    "drop_previous_output": flag,
 }
-"""Fields of a request beside its sampling parameters."""
+"""What `session_params` may have."""
+
+EACH: Mapping[str, Check] = {
+    "text": text,
+    "rid": text,
+    "sampling_params": mapping,
+    "return_logprob": flag,
+    "logprob_start_len": whole(-1, INT32),
+    "top_logprobs_num": whole(0, INT32),
+    "return_hidden_states": anything,
+    "return_sampling_mask": flag,
+    "sampling_logprobs_mode": text,
+    "lora_path": text,
+    "custom_logit_processor": text,
+    "bootstrap_host": text,
+    "bootstrap_port": whole(0, 65535),
+    "bootstrap_room": whole(0, INT64 - MAX_REQUESTS),
+    "bootstrap_pair_key": text,
+    "decode_tp_size": whole(1, INT32),
+    "extra_key": text,
+    "cache_salt": text,
+    "kv_hints": anything,
+}
+"""Fields of one value, or of a list with one for each prompt."""
+
+ALONE: Mapping[str, Check] = {
+    "session_id": text,
+    "session_params": mapping,
+    "conversation_id": text,
+    "routing_key": text,
+    "priority": whole(-INT64 - 1, INT64),
+    "routed_dp_rank": whole(-INT32, INT32),
+    "disagg_prefill_dp_rank": whole(-INT32, INT32),
+    "data_parallel_rank": whole(-INT32, INT32),
+    "routed_experts_start_len": whole(0, INT32),
+    "max_thinking_tokens": whole(0, INT32),
+    "received_time": real(0.0),
+    "custom_labels": mapping,
+    "external_trace_header": mapping,
+    # prompts and media, of which there may be lists of lists
+    **dict.fromkeys(("input_ids", "input_embeds", "token_ids_logprob"), anything),
+    **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), anything),
+    **dict.fromkeys(("mm_hashes", "mm_content_hashes", "video_config"), anything),
+    **dict.fromkeys(("images_config", "mm_processor_kwargs", "watermark"), anything),
+    **dict.fromkeys(("max_dynamic_patch", "min_dynamic_patch"), whole(0, INT32)),
+    **dict.fromkeys(("image_max_dynamic_patch", "video_max_dynamic_patch"), whole(0, INT32)),
+}
+"""Fields of one value for all prompts."""
+
+FLAGS = (
+    *("stream", "log_metrics", "no_logs", "background", "return_text_in_logprobs"),
+    *("return_routed_experts", "return_indexer_topk", "return_prompt_token_ids", "return_bytes"),
+    *("return_entropy", "require_reasoning", "use_audio_in_video", "return_flat_raw_top_logprobs"),
+    *("return_flat_raw_output_top_logprobs", "return_flat_raw_top_logprobs_b64"),
+)
+"""Fields that are true or false."""
+
+INTERNAL = (
+    *("http_worker_ipc", "lora_id", "positional_embed_overrides", "need_wait_for_mm_inputs"),
+    *("num_items_assigned", "encoder_urls"),
+    # of scoring: beside a request that has none the scheduler stops
+    *("multi_item_delimiter_indices", "token_indices_to_pool"),
+)
+"""Fields that SGLang sets itself, after this check."""
+
+REQUEST = {**ALONE, **dict.fromkeys(FLAGS, flag), **dict.fromkeys(INTERNAL, nothing)}
+"""All fields of `GenerateReqInput` but those of EACH."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Make what SGLang raises about a request a refusal: it answers ValueError with status 400."""
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        from fastapi import HTTPException
+
+        if isinstance(error, HTTPException):
+            raise
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the request cannot be read ({shown(said)})") from error
+
+
+def check_form(asked: Any) -> None:
+    """Raise ValueError, with the name, if a call has another form than SGLang takes.
+
+    asked: SGLang's `GenerateReqInput` as it came, of one prompt or of several
+    """
+    count = _prompts(asked)
+    _check(REQUEST, vars(asked), "")
+    for name, check in EACH.items():
+        value = getattr(asked, name, None)
+        if not isinstance(value, list):
+            _check({name: check}, {name: value}, "")
+        elif len(value) != (count or 0):
+            wanted = "no list" if count is None else f"a list of {count}, as there are prompts"
+            raise ValueError(f"{name} must be {wanted}")
+        else:
+            for one in value:
+                _check({name: check}, {name: one}, f"in the list {name}, ")
+    _check_answers(asked.sampling_params, count)
+    if asked.session_params is not None:
+        _check_names(SESSION, asked.session_params, "session_params.")
+
+
+def _prompts(asked: Any) -> int | None:
+    """Return the number of prompts of a call in the form of a list, else None."""
+    for name, depth in (("text", 0), ("input_ids", 1), ("input_embeds", 2)):
+        value = getattr(asked, name)
+        if value is not None:
+            return len(value) if _depth(value, name) > depth else None
+    return None  # SGLang refuses it
+
+
+def _depth(value: Any, name: str) -> int:
+    depth = 0
+    while isinstance(value, list):
+        if not value:
+            raise ValueError(f"{name} must not be empty")
+        value, depth = value[0], depth + 1
+    return depth
+
+
+def _check_answers(params: Any, count: int | None) -> None:
+    for one in params if isinstance(params, list) else [params]:
+        n = (one or {}).get("n")
+        _check({"n": SAMPLING["n"]}, {"n": n}, "sampling_params.")
+        if (n or 1) * (count or 1) > MAX_REQUESTS:
+            raise ValueError(f"prompts times sampling_params.n must be at most {MAX_REQUESTS}")
 
 
 def check_request(asked: Any, vocab_size: int) -> None:
@@ -98,49 +217,65 @@ def check_request(asked: Any, vocab_size: int) -> None:
     """
     params = asked.sampling_params
     if not isinstance(params, Mapping):
-        raise ValueError(f"sampling_params must be a mapping, not {_shown(params)}")
-    _check(SAMPLING, params, "sampling_params.")
-    _check(FIELDS, {name: getattr(asked, name, None) for name in FIELDS}, "")
+        raise ValueError(f"sampling_params must be a mapping, not {shown(params)}")
+    _check_names(SAMPLING, params, "sampling_params.")
+    _check(EACH, vars(asked), "")
     token = whole(0, vocab_size - 1)
     # SGLang takes these as they are; only beside min_new_tokens are they looked up
     end = token if params.get("min_new_tokens") else whole(-INT64 - 1, INT64)
     _check_each(end, params.get("stop_token_ids"), "sampling_params.stop_token_ids")
     _check_bias(params.get("logit_bias"), vocab_size)
-    most = {"top_logprobs_num": whole(0, vocab_size)}
-    _check(most, {"top_logprobs_num": asked.top_logprobs_num}, "")
+    _check({"top_logprobs_num": whole(0, vocab_size)}, vars(asked), "")
     _check_each(token, asked.token_ids_logprob, "token_ids_logprob")
-    if asked.input_ids is not None and min(asked.input_ids, default=0) < 0:
-        raise ValueError("input_ids must not be negative")
+    if asked.input_ids and not 0 <= min(asked.input_ids) <= max(asked.input_ids) < vocab_size:
+        raise ValueError(f"input_ids: tokens must be in [0, {vocab_size - 1}]")
+
+
+def check_labels(asked: Any, allowed: Iterable[str] | None) -> None:
+    """Raise ValueError if a request has labels for metrics that the server was not started with."""
+    for name, value in (asked.custom_labels or {}).items():
+        if name not in (allowed or ()) or text(value) is not None:
+            raise ValueError(
+                f"custom_labels: the server has no label {shown(name)} of such a value"
+            )
 
 
 def _check(checks: Mapping[str, Check], values: Mapping[str, Any], where: str) -> None:
     for name, check in checks.items():
         value = values.get(name)
         if value is not None and (wanted := check(value)) is not None:
-            raise ValueError(f"{where}{name} must be {wanted}, not {_shown(value)}")
+            raise ValueError(f"{where}{name} must be {wanted}, not {shown(value)}")
+
+
+def _check_names(checks: Mapping[str, Check], values: Mapping[str, Any], where: str) -> None:
+    """Check the values, and that there are no others."""
+    for name in values:
+        if name not in checks:
+            raise ValueError(f"{where}{shown(name)}: there is no such parameter")
+    _check(checks, values, where)
 
 
 def _check_each(check: Check, values: Any, name: str) -> None:
     if values is None:
         return
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
-        raise ValueError(f"{name} must be a list, not {_shown(values)}")
+        raise ValueError(f"{name} must be a list, not {shown(values)}")
     for value in values:
         if value is not None and (wanted := check(value)) is not None:
-            raise ValueError(f"{name}: each must be {wanted}, not {_shown(value)}")
+            raise ValueError(f"{name}: each must be {wanted}, not {shown(value)}")
 
 
 def _check_bias(bias: Any, vocab_size: int) -> None:
     if bias is None:
         return
     if (wanted := mapping(bias)) is not None:
-        raise ValueError(f"sampling_params.logit_bias must be {wanted}, not {_shown(bias)}")
+        raise ValueError(f"sampling_params.logit_bias must be {wanted}, not {shown(bias)}")
     for name, value in bias.items():
         # -inf forbids a token
         if value == -math.inf:
             continue
         if (wanted := real()(value)) is not None:
-            raise ValueError(f"sampling_params.logit_bias of {_shown(name)} must be {wanted}")
+            raise ValueError(f"sampling_params.logit_bias of {shown(name)} must be {wanted}")
     if any(not _is_token(name, vocab_size) for name in bias):
         raise ValueError(f"sampling_params.logit_bias: tokens must be in [0, {vocab_size - 1}]")
 
@@ -150,18 +285,3 @@ def _is_token(name: Any, vocab_size: int) -> bool:
         return 0 <= int(name) < vocab_size
     except (TypeError, ValueError):
         return False
-
-
-def _is_unicode(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _shown(value: Any) -> str:
-    """Return a value as a message has it: short, and in ASCII."""
-    return (
-        ascii(value)[:80] if not isinstance(value, int) or abs(value) < 2**70 else "a huge number"
-    )

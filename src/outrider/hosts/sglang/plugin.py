@@ -43,12 +43,15 @@ def lay(hooks: Mapping[str, Hook]) -> None:
         HookRegistry.register(name, hook, HookType[kind])
 
 
-def check_hooks() -> None:
-    """Stop the server unless every hook was laid: SGLang logs a failure and goes on."""
+def check_hooks(front: bool = False) -> None:
+    """Stop the server unless every hook was laid: SGLang logs a failure and goes on.
+
+    front: whether those of the HTTP server are meant too
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    laid = HookRegistry._patched
-    missing = [name for name in host().hooks() if contract.hook_target(name) not in laid]
+    laid, wanted = HookRegistry._patched, host().hooks() | (host().front_hooks() if front else {})
+    missing = [name for name in wanted if contract.hook_target(name) not in laid]
     if sanitizer.is_wanted():
         missing += [name for name in sanitizer.Sanitizer().hooks() if name not in laid]
     if missing:

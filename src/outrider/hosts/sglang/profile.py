@@ -46,6 +46,12 @@ TIERS = "tiers"
 """The draft model with a number of drafts moved by SGLang's own rule: to compare with."""
 
 
+LONGEST_PROFILE = 1 << 16
+"""Bytes that a profile may have."""
+
+DEEPEST = 32
+"""Brackets within each other that a profile may have."""
+
 HEAD_OPTIONS = ("path", "kind")
 """Options that make a drafter a head: where it is, and what to read among the target's weights."""
 
@@ -136,10 +142,33 @@ def load_profile(path: str | None = None) -> Profile:
     return _load(path) if path else Profile()
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads what the file holds, in a time that grows with its size.
+
+    An alias may stand for more than fits into memory. YAML's scanner looks at all open brackets
+    for each token.
+    """
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level == DEEPEST:
+            raise ValueError(f"more than {DEEPEST} brackets within each other")
+        super().fetch_flow_collection_start(token)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            where = self.peek_event().start_mark.line + 1
+            raise ValueError(f"line {where}: write the value out, profiles have no aliases")
+        return super().compose_node(parent, index)
+
+
 @lru_cache(maxsize=4)
 def _load(path: str) -> Profile:
     try:
-        content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+        with Path(path).open("rb") as file:
+            read = file.read(LONGEST_PROFILE + 1)
+        if len(read) > LONGEST_PROFILE:
+            raise ValueError(f"it is larger than {LONGEST_PROFILE:,} bytes")
+        content = yaml.load(read.decode(), _Loader) or {}
         return Profile.model_validate(content)
     except ValidationError as error:
         raise Unsupported(f"profile {path}", fix=_say(error)) from error

@@ -15,7 +15,7 @@ from outrider.hosts.sglang.grammars import can_roll_back
 from outrider.hosts.sglang.penalties import has_penalties
 from outrider.hosts.sglang.processors import reads_text_only
 from outrider.hosts.sglang.profile import ADAPTIVE, request_options
-from outrider.hosts.sglang.requests import LiveRequest
+from outrider.hosts.sglang.requests import LiveRequest, tenant_of
 from outrider.hosts.sglang.sampling import sampling_kind
 
 
@@ -243,7 +243,7 @@ class RequestTable:
             drafter=drafter if most else "none",  # others need not know of it
             max_drafts=most,
             explain=explain,
-            tenant=req.extra_key or "",
+            tenant=tenant_of(req),
         )
         return live
 

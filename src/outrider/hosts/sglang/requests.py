@@ -33,6 +33,16 @@ class LiveRequest(Request):
     tenant: str = ""
 
 
+def tenant_of(req: Any) -> str:
+    """Return whose texts a request of SGLang's may share; "" for all without a name.
+
+    SGLang 0.5.23 keeps `cache_salt` apart from `extra_key`. The length of the first tells "a", "bc"
+    from "ab", "c".
+    """
+    salt, key = getattr(req, "cache_salt", None) or "", req.extra_key or ""
+    return f"{len(salt)}:{salt}{key}" if salt or key else ""
+
+
 @dataclass(frozen=True, eq=False)
 class ActiveRequests:
     """The requests of a batch that have rows in a step.

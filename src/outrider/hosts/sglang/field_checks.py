@@ -1,0 +1,113 @@
+"""Checks of single values in a request: what a value has to be, if it is something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from outrider.hosts.sglang.patterns import is_quick
+
+MAX_REAL = 3.4028234e38
+"""The largest number of 32 bits."""
+
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+
+MAX_STOPS = 1024
+"""Stop strings of a request; each is looked for after every step."""
+
+MAX_DEPTH = 200
+"""Brackets within each other in a grammar, whose compiler recurses."""
+
+Check = Callable[[Any], "str | None"]
+"""Returns what a value has to be, if it is something else."""
+
+
+def whole(low: int, high: int) -> Check:
+    """Return a check that a value is a whole number from `low` to `high`."""
+
+    def check(value: Any) -> str | None:
+        is_whole = isinstance(value, int)  # 20.0 is none
+        return None if is_whole and low <= value <= high else f"a whole number in [{low}, {high}]"
+
+    return check
+
+
+def real(low: float = -MAX_REAL, high: float = MAX_REAL) -> Check:
+    """Return a check that a value is a number from `low` to `high`, which is finite."""
+
+    def check(value: Any) -> str | None:
+        is_real = isinstance(value, (int, float))  # NaN is in no range
+        return None if is_real and low <= value <= high else f"a number in [{low:g}, {high:g}]"
+
+    return check
+
+
+def text(value: Any) -> str | None:
+    """Check that a value is a text that can be encoded: no half of a surrogate pair alone."""
+    return None if isinstance(value, str) and _is_unicode(value) else "a text in Unicode"
+
+
+def texts(value: Any) -> str | None:
+    """Check that a value is a text, or a list of texts."""
+    found = value if isinstance(value, list) else [value]
+    if len(found) > MAX_STOPS:
+        return f"at most {MAX_STOPS} texts"
+    return None if all(text(one) is None for one in found) else "a text, or a list of texts"
+
+
+def patterns(value: Any) -> str | None:
+    """Check that a value is a pattern, or a list of patterns, that the scheduler can look for."""
+    if (wanted := texts(value)) is not None:
+        return wanted
+    try:
+        quick = all(map(is_quick, value if isinstance(value, list) else [value]))
+    except ValueError:
+        return "a regular expression, or a list of them"
+    return None if quick else r"of few repeats with bounds, as `\s{0,8}`: others take too long"
+
+
+def grammar(value: Any) -> str | None:
+    """Check that a value is a text whose brackets are not too deep within each other."""
+    if (wanted := text(value)) is not None:
+        return wanted
+    depth = 0
+    for character in value:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > MAX_DEPTH:
+            return f"a text of at most {MAX_DEPTH} brackets within each other"
+    return None
+
+
+def flag(value: Any) -> str | None:
+    """Check that a value is true or false."""
+    return None if isinstance(value, bool) else "true or false"
+
+
+def mapping(value: Any) -> str | None:
+    """Check that a value is a mapping."""
+    return None if isinstance(value, Mapping) else "a mapping"
+
+
+def anything(value: Any) -> str | None:
+    """Leave a value to SGLang, which refuses it or does not look at it."""
+    return None
+
+
+def nothing(value: Any) -> str | None:
+    """Check that a field is not set: it is SGLang's own, within the server."""
+    return None if value is False else "left out: it is the server's own"
+
+
+def _is_unicode(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message has it: short, and in ASCII."""
+    return (
+        ascii(value)[:80] if not isinstance(value, int) or abs(value) < 2**70 else "a huge number"
+    )
