@@ -205,6 +205,33 @@ def test_several_answers_to_one_prompt(ask):
     assert len({tuple(row) for row in found.tolist()}) > 1
 
 
+@pytest.mark.parametrize("ends", [-1, [600, 11], [-1, 11, 12]])
+def test_end_tokens_that_no_model_emits(ask, ends):
+    expected = ask.plain(eos_token_id=ends, pad_token_id=0)
+    assert torch.equal(ask(eos_token_id=ends, pad_token_id=0), expected)
+
+
+@pytest.mark.parametrize("how", ["criteria", "strings"])
+def test_rows_that_end_are_padded_if_they_are_in_transformers(ask, batch, pair, how):
+    """Without an end token, plain `generate` goes on with a row until all rows have ended."""
+    target, draft, tok, prompts = pair
+    ids, mask = batch
+    word = tok.decode(ask.plain(ids, **mask)[0, -5])
+    stops = {"stopping_criteria": [StopStringCriteria(tok, [word])]}
+    if how == "strings":
+        stops = {"stop_strings": word, "tokenizer": tok}
+    for ends in ([11], [-1]):
+        options = {**mask, **stops, "eos_token_id": ends, "pad_token_id": 0}
+        assert torch.equal(ask(ids, **options), ask.plain(ids, **options))
+    target.generation_config.eos_token_id, before = None, target.generation_config.eos_token_id
+    try:
+        with pytest.raises(outrider.Unsupported, match="without an end token"):
+            ask(ids, **mask, **stops)
+        assert torch.equal(ask(**stops), ask.plain(**stops))
+    finally:
+        target.generation_config.eos_token_id = before
+
+
 def test_stop_strings(ask, pair):
     target, draft, tok, prompts = pair
     text = tok.decode(ask.plain()[0, len(prompts[0]) :])

@@ -55,10 +55,13 @@ def custom_generate(
         check_model(unwrapped(model))
         check_arguments(generation_config, given, own)
         _check_outputs(generation_config, len(input_ids))
-        ends = _end_tokens(stopping_criteria)
+        config = unwrapped(model).config.get_text_config(decoder=True)
+        ends = _end_tokens(stopping_criteria, config.vocab_size)
         mask = model_kwargs.get("attention_mask")
         prompts = _prompts(input_ids, mask)
         rows = OwnRows(logits_processor, stopping_criteria, generation_config.do_sample)
+        if len(prompts) > 1 and (rows.criteria or stop_strings):
+            _check_padding(stopping_criteria)
         shared: dict[str, Any] = {
             "max_tokens": _max_length(stopping_criteria) - input_ids.shape[1],
             # the end tokens of this call, which may not be the model's
@@ -157,6 +160,18 @@ def _max_length(criteria: Sequence[Any]) -> int:
     return min(int(c.max_length) for c in criteria if type(c) is MaxLengthCriteria)
 
 
-def _end_tokens(criteria: Sequence[Any]) -> tuple[int, ...]:
+def _check_padding(criteria: Sequence[Any]) -> None:
+    """Refuse rows that end at different times if plain `generate` does not pad what follows."""
+    if not any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+        raise Unsupported(
+            "stopping criteria or stop strings for several rows without an end token in "
+            "custom_generate: a row that has ended is not padded in Transformers, it goes on",
+            fix="pass eos_token_id, or one row at a time",
+        )
+
+
+def _end_tokens(criteria: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
+    """Return the tokens that end a row. Others, such as -1, are never emitted."""
     ends = [c.eos_token_id.tolist() for c in criteria if type(c) is EosTokenCriteria]
-    return tuple(dict.fromkeys(token for tokens in ends for token in tokens))
+    tokens = dict.fromkeys(token for tokens in ends for token in tokens)
+    return tuple(token for token in tokens if 0 <= token < vocab_size)

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor
 
 from outrider.core import Unsupported
+from outrider.hosts.transformers.identity import Verdicts
 from outrider.hosts.transformers.passes import Segment
 from outrider.hosts.transformers.runner import Runner
 from outrider.hosts.transformers.view import model_view
@@ -36,18 +36,16 @@ MAX_TEXTS = 4
 FOLLOWING = 4
 """Tokens after each prompt: one is decoded, the others are verified together."""
 
-_PASSED: WeakKeyDictionary[PreTrainedModel, set[tuple[Any, ...]]] = WeakKeyDictionary()
+_PASSED = Verdicts.none()
 
 
 def check_forward(runner: Runner) -> None:
     """Raise Unsupported unless the runner computes what its model does. Once for each model.
 
-    A change of the model's type of numbers, device or configuration makes it another one.
+    A model that is changed, by a hook for example, is another one: see `identity`.
     """
     model = runner.model
-    key = (runner.exactness, model.dtype, model.device, model.config.to_json_string(use_diff=False))
-    passed = _PASSED.setdefault(model, set())
-    if key in passed:
+    if _PASSED.hold(model, runner.exactness):
         return
     try:
         _check_masks(runner)
@@ -57,7 +55,7 @@ def check_forward(runner: Runner) -> None:
     except Exception as error:  # of any model's code
         what = f"{type(model).__name__}, whose forward fails with several texts in a row"
         raise Unsupported(f"{what} ({error!r:.200})", fix="use another model") from error
-    passed.add(key)
+    _PASSED.add(model, runner.exactness)
 
 
 def _check_masks(runner: Runner) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import get_args
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 from outrider.core import Request, Unsupported
 from outrider.errors import check_choice
 from outrider.hosts.exactness import Exactness, current_name
+from outrider.hosts.transformers.identity import Verdicts
 from outrider.hosts.transformers.passes import (
     CURRENT,
     NAME,
@@ -32,7 +32,8 @@ from outrider.hosts.transformers.rope import drops_its_cache, row_limits, serve_
 from outrider.hosts.transformers.view import model_view, unwrapped
 from outrider.kernels.row_invariant import ROWS, RowInvariant
 
-_PROVEN: WeakSet[PreTrainedModel] = WeakSet()
+_PROVEN = Verdicts.none()
+"""Models whose rows do not depend on the rows beside them."""
 
 
 class Runner:
@@ -65,7 +66,7 @@ class Runner:
         self.row_limits = row_limits(self._view)
         drops = bool(self.row_limits) and drops_its_cache(model)
         self.recompute_limit = self.row_limits[0] if drops else None
-        if exactness == "bitwise" and model not in _PROVEN:
+        if exactness == "bitwise" and not _PROVEN.hold(model):
             self._prove_invariance()
             _PROVEN.add(model)
 
