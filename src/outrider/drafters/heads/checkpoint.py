@@ -71,8 +71,11 @@ def load_head(
     given = _weights(path, _names_of(kind, within))
     if size.num_layers > len(given):
         raise Unsupported(f"the head at {path} lacks most of its layers", fix=AGAIN)
-    with torch.device("meta"):  # no memory is taken before all shapes are known to be right
-        head = _make(kind, config, size, layers, given, path)
+    try:
+        with torch.device("meta"):  # no memory is taken before all shapes are known to be right
+            head = _make(kind, config, size, layers, given, path)
+    except RuntimeError as error:  # sizes whose product is beyond 64 bits
+        raise Unsupported(f"the head at {path} cannot be made ({error})", fix=AGAIN) from error
     for name, shared in ((EMBEDDING, embedding), (LM_HEAD, lm_head)):
         if name not in given and shared is not None and _may_share(name, head, config):
             if shared.shape != (size.vocab_size, size.hidden_size):
