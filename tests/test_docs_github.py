@@ -27,13 +27,6 @@ def test_the_workflow_runs_every_stage_of_ci():
     assert job["steps"][-1]["run"] == ".ci/run ${{ matrix.stage }}"
 
 
-def test_a_release_is_published_without_a_stored_token():
-    jobs = yaml.safe_load((GITHUB / "workflows/release.yml").read_text())["jobs"]
-    assert jobs["publish"]["permissions"] == {"id-token": "write"}
-    assert jobs["publish"]["needs"] == "build"
-    assert "secrets." not in (GITHUB / "workflows/release.yml").read_text()
-
-
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.stem)
 def test_a_form_asks_for_what_doctor_says(form):
     text = form.read_text()
