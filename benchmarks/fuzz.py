@@ -36,6 +36,9 @@ SHARES = {
 }  # fmt: skip
 """How many times --inputs each test of a door gets, by what one input takes; of others 1."""
 
+LIMIT = 5.0
+"""Seconds that an input may take. The machine does nothing else."""
+
 PART = 2000
 """Inputs of a test in one process."""
 
@@ -92,6 +95,7 @@ def run(part: Part, budget: float) -> dict[str, Any]:
         report = Path(folder) / "report"
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **part.environment}
         environment |= {"OUTRIDER_FUZZ_REPORT": str(report), "PYTEST_ADDOPTS": ""}
+        environment |= {"OUTRIDER_FUZZ_SECONDS": str(LIMIT)}
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
             ended = subprocess.run(
@@ -155,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _write(file: Path, asked: dict[str, int], found: dict[str, Any]) -> dict[str, int]:
     totals = {key: sum(door[key] for door in found.values()) for key in COUNTS}
-    limits = {"limit_seconds": 5.0, "limit_megabytes": 500}
+    limits = {"limit_seconds": LIMIT, "limit_megabytes": 500}
     doors = dict(sorted(found.items()))
     write("fuzz", {**asked, **limits, **totals, "doors": doors}, file)
     return totals

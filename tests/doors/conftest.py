@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from watch import SECONDS, Watch
+from watch import Watch
 
 EXAMPLES = 30
 
@@ -58,7 +58,7 @@ def pytest_runtest_call(item):
     handle = getattr(item.obj, "hypothesis", None)
     if handle is None:
         return (yield)
-    watch = Watch(getattr(item.module, "SECONDS", SECONDS))
+    watch = Watch()
     test, said = handle.inner_test, None
     handle.inner_test = watch.over(test)
     try:
