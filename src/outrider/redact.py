@@ -60,6 +60,7 @@ _FLAG = re.compile(
 )
 _ASSIGNED = re.compile(rf"(?<![\w.-])([A-Za-z_][\w.-]*)(\s?=\s?)({_QUOTED}|[^\s\"'&]+)")
 _BEARER = re.compile(r"(?i)\b(bearer\s+)[^\s\"'<>,;]{8,}")
+_BASIC = re.compile(r"\b([Bb]asic\s+)(?=[\w+/-]*[\d=])[\w+/=-]{8,}")
 _SHAPES = re.compile(
     r"(?<![\w-])(?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abps]-|AKIA|pypi-)[\w-]{16,}"
 )
@@ -101,6 +102,7 @@ def hide(text: str) -> str:
         text = text.replace(form, HIDDEN)
     if short is not None:
         text = short.sub(HIDDEN, text)
+    text = _BASIC.sub(rf"\1{HIDDEN}", text)  # the form in which a password is sent
     return _SHAPES.sub(HIDDEN, _USERINFO.sub(f"://{HIDDEN}@", text))
 
 

@@ -221,7 +221,7 @@ def open_engine(spec: str) -> Engine:
 
         return LocalEngine(spec, model, _options(spec, given))
     raise UsageError(
-        f"{quoted(spec)} names no engine",
+        f"{quoted(_without_password(spec))} names no engine",
         fix="use a server's address, http://host:port, or transformers:MODEL",
     )
 
@@ -303,10 +303,18 @@ def base_url(url: str) -> str:
     except ValueError:
         valid = False
     if not valid or parts.query or parts.fragment:
-        raise UsageError(f"{quoted(url)} is no address", fix="write it as http://localhost:30000")
+        raise UsageError(
+            f"{quoted(_without_password(url))} is no address",
+            fix="write it as http://localhost:30000",
+        )
     return url.rstrip("/")
 
 
 def shown_url(url: str) -> str:
     """Return a server's address without the user and the password in it: as tools write it."""
     return re.sub(r"^(https?://)[^/?#]*@", r"\1", url)
+
+
+def _without_password(text: str) -> str:
+    """Return what should have been an address: whatever stands before an @ may be a password."""
+    return re.sub(r"(^|//).*@", r"\1", text)

@@ -27,7 +27,7 @@ COLOURS = {
 TEXT, LINE = "#010101", "#010102"
 
 MOST_TICKS = 32
-LONGEST_TITLE = 80
+LONGEST_TITLE = 160
 
 
 def colour(variable: str) -> str:

@@ -45,6 +45,9 @@ def by_row(number, text):
     return [number, 10 + len(text), 20 + int(text[-1]) % 3, 40]
 
 
+PADDED = {"eos_token_id": 511, "pad_token_id": 0}
+"""Rows that end at different times are padded only if there is an end token."""
+
 CASES = {
     "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": list(range(0, 97, 3))},
     "min_length": {"min_length": 20, "eos_token_id": list(range(0, 97, 3))},
@@ -63,12 +66,13 @@ CASES = {
     "renormalize_logits": {"renormalize_logits": True, "repetition_penalty": 1.4},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": by_row},
     "a processor": {"logits_processor": LogitsProcessorList([OwnText()])},
-    "a criterion": {"stopping_criteria": StoppingCriteriaList([TwiceTheSame()])},
+    "a criterion": {"stopping_criteria": StoppingCriteriaList([TwiceTheSame()]), **PADDED},
     "all together": {
         "logits_processor": LogitsProcessorList([OwnText()]),
         "stopping_criteria": StoppingCriteriaList([TwiceTheSame()]),
         "no_repeat_ngram_size": 2,
         "repetition_penalty": 1.3,
+        **PADDED,
     },
 }
 
