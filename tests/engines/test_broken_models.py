@@ -99,8 +99,8 @@ def test_weights_that_are_missing_are_not_made_up(copied):
     "change",
     [
         {"intermediate_size": 60_000},  # less than what is refused without Transformers
-        {"num_attention_heads": 4096, "head_dim": 512},
-        {"model_type": "gpt2", "n_positions": 10**7},
+        {"head_dim": 60_000},
+        {"model_type": "gpt2", "max_position_embeddings": 10**7},
         {"model_type": "mixtral", "num_local_experts": 60_000},
     ],
 )
