@@ -206,7 +206,23 @@ def test_any_text(text):
 
 @pytest.mark.parametrize(
     "piece",
-    ["a", "://a:b", "\\", "a-", "--a ", "&", "a=", "'a':", " ", "{", "[", '"', "a-b:", "api_key='"],
+    [
+        "a",
+        "://a:b",
+        "://a:@",
+        "\\",
+        "a-",
+        "--a ",
+        "&",
+        "a=",
+        "'a':",
+        " ",
+        "{",
+        "[",
+        '"',
+        "a-b:",
+        "api_key='",
+    ],
 )
 def test_time_is_in_proportion(piece):
     """A server may say very much: four times as much may not take sixteen times as long."""
@@ -224,11 +240,14 @@ def test_time_is_in_proportion(piece):
 
 def test_a_log_has_no_secrets(tmp_path):
     """A server says its arguments, and then ends: that they were written is awaited."""
-    said = "ServerArgs(api_key='hunter2', tp_size=2)"
+    said = (
+        'ServerArgs(api_key=\'hunter2\', tp_size=2)\n{"hf_token": "hunter2"}\nand more, tp_size=2'
+    )
     code = [sys.executable, "-c", f"print({said!r}); raise SystemExit(1)"]
     with pytest.raises(Unsupported, match="tp_size=2"), serving(code, tmp_path / "log"):
         pass
-    assert (tmp_path / "log").read_text() == "ServerArgs(api_key='***', tp_size=2)\n"
+    clean = said.replace("hunter2", HIDDEN)
+    assert (tmp_path / "log").read_text() == f"{clean}\n"
 
 
 def test_twin_a_process_without_secrets_leaves_an_echo(process, monkeypatch):

@@ -47,7 +47,7 @@ _NO_VALUE = ("None", "null", "True", "False", "true", "false", "''", '""', HIDDE
 _QUOTED = r"\\{1,3}\"[^\"]*\"?|\"(?:[^\"\\]|\\.)*\"?|\\{1,3}'[^']*'?|'(?:[^'\\]|\\.)*'?"
 _USERINFO = re.compile(
     # as it should be, and with a slash in the password: then what follows the colon is no port
-    r"://(?:[^\s/?#<>]*|[^\s/?#<>@:]{0,256}:(?!\d*(?:[/?#'\"\s]|$))[^\s<>]{0,256})@"
+    r"://(?:[^\s/?#<>]*|[^\s/?#<>@:]{0,64}:(?!\d*(?:[/?#'\"\s]|$))[^\s<>]{0,128})@"
 )
 _QUERY = re.compile(r"([?&;#])([\w.-]+)=([^&#\s'\"<>]+)")
 _HEADER = re.compile(
@@ -76,7 +76,9 @@ def redact(text: str) -> str:
     """Return a text without what its names, its form or this process say to be secrets."""
     if text.lstrip()[:1] in ("{", "["):
         try:
-            return json.dumps(redact_value(json.loads(text)), ensure_ascii=False)
+            read = json.loads(text)
+            if (clean := redact_value(read)) != read:
+                return json.dumps(clean, ensure_ascii=False)
         except (ValueError, RecursionError):
             pass  # not JSON after all
     text = hide(text)
@@ -102,8 +104,10 @@ def hide(text: str) -> str:
         text = text.replace(form, HIDDEN)
     if short is not None:
         text = short.sub(HIDDEN, text)
+    if "@" in text:
+        text = _USERINFO.sub(f"://{HIDDEN}@", text)
     text = _BASIC.sub(rf"\1{HIDDEN}", text)  # the form in which a password is sent
-    return _SHAPES.sub(HIDDEN, _USERINFO.sub(f"://{HIDDEN}@", text))
+    return _SHAPES.sub(HIDDEN, text)
 
 
 def redact_args(args: Sequence[str]) -> list[str]:

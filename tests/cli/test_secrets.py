@@ -148,7 +148,8 @@ def test_names_and_form_are_enough(artefacts, tool, monkeypatch):
     assert found == set()
 
 
-@pytest.mark.parametrize("tool", WRITTEN)
+# tune's own server writes its log as that of the selftest does, and takes long
+@pytest.mark.parametrize("tool", sorted(WRITTEN.keys() - {"tune, its own server"}))
 def test_twin_without_redaction_they_are_there(artefacts, tool, monkeypatch):
     off = {
         redact.hide: lambda text: text,

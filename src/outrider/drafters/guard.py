@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Integral
 from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ class GuardedDrafter:
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int, timeout: float | None = None) -> None:
-        if timeout is not None and not (isinstance(timeout, Real) and 0 < timeout <= TIMEOUT_MAX):
+        if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout <= TIMEOUT_MAX):
             raise ValueError(f"a drafter's time-out must be > 0 seconds or None, not {timeout!r}")
         self.name = drafter.name
         self.hidden_layers = _hidden_layers(drafter)

@@ -70,7 +70,7 @@ def _copy(source: IO[bytes], log: IO[str]) -> None:
     """
     with source, log:
         for line in source:
-            log.write(redact(line.decode(errors="replace")))
+            log.write(redact(line.decode(errors="replace").rstrip("\n")) + "\n")
             log.flush()
 
 
