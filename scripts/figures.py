@@ -331,33 +331,43 @@ def _static(value: float | None) -> str:
 
 def soak() -> Iterator[Row]:
     """What a long run of mixed traffic amid faults found."""
-    found = result("soak_sglang")
-    yield ["", f"SGLang {found['provenance']['versions']['sglang']}"]
-    asked = f"{found['distinct']:,} distinct, up to {max(found['concurrencies'])} at once"
-    yield ["requests", f"{found['requests']:,} ({asked})"]
-    yield ["answers compared", f"{found['compared']:,} ({found['tokens']:,} tokens)"]
+    runs = [result("soak_sglang_0_5_11")]
+
+    def row(name: str, value: Callable[[dict[str, Any]], str]) -> Row:
+        return [name, *(value(run) for run in runs)]
+
+    def share(run: dict[str, Any], *drafters: str) -> str:
+        accepted, drafts = run["accepted_drafts"], run["drafts"]
+        chosen = drafters or tuple(drafts)
+        return f"{sum(accepted[one] for one in chosen) / sum(drafts[one] for one in chosen):.0%}"
+
+    def servers(run: dict[str, Any], word: str) -> str:
+        asked = run["requests_by_server"]
+        return f"{sum(n for mode, n in asked.items() if word in mode):,}"
+
+    def memory(run: dict[str, Any]) -> str:
+        megabytes = [sample["rss_mb"] for sample in run["samples"]]
+        return f"{min(megabytes):.0f} to {max(megabytes):.0f}"
+
+    yield row("", lambda run: f"SGLang {run['sglang']}")
+    yield row("requests", lambda run: f"{run['requests']:,}")
+    yield row("distinct, beside conversations", lambda run: f"{run['distinct']:,}")
+    yield row("turns of conversations", lambda run: f"{run['conversation_turns']:,}")
+    yield row("in the default mode", lambda run: servers(run, "default"))
+    yield row("with the KV sanitizer", lambda run: servers(run, "sanitizer"))
+    yield row("answers compared", lambda run: f"{run['compared']:,} ({run['tokens']:,} tokens)")
     for name in ("wrong", "lost"):
-        yield [f"{name} answers", str(found[name])]
-    yield ["cache slots leaked", str(found["leaked_slots"])]
-    yield ["servers", str(found["pieces"])]
-    yield ["steps with drafts of the device", f"{found['device_steps']:,}"]
-    memory = [sample["rss_mb"] for sample in found["samples"]]
-    extremes = f"{min(memory):.0f} to {max(memory):.0f}"
-    yield ["memory of the scheduler after a round, MB", extremes]
-    if (slope := found["memory_slope_mb_per_1000"]) is not None:
-        yield [
-            "its growth in 1,000 requests, over the later half of a server's, MB",
-            f"{slope:+.2f}",
-        ]
-    for name, count in (found["clients"] | {"retractions": found["retractions"]}).items():
-        yield [f"clients: {name}" if name in found["clients"] else name, f"{count:,}"]
-    for name, count in sorted(found["troubles"].items()):
-        yield [name, f"{count:,}"]
-    for name in ("error", "timeout", "garbage", "resting", "prefill", "catching_up"):
-        yield [
-            f"requests of steps without drafts: `{name}`",
-            f"{found['fallbacks'].get(name, 0):,}",
-        ]
+        yield row(f"**{name} answers**", lambda run, name=name: str(run[name]))
+    yield row("**cache slots leaked**", lambda run: str(run["leaked_slots"]))
+    yield row("drafts accepted", share)
+    for name in ("suffix", "eagle3", "ahead", "model"):
+        yield row(f"of `{name}`", lambda run, name=name: share(run, name))
+    yield row("steps with drafts of the device", lambda run: f"{run['device_steps']:,}")
+    yield row("retractions", lambda run: f"{run['retractions']:,}")
+    for name in ("hung up", "timed out", "refused"):
+        yield row(f"clients: {name}", lambda run, name=name: f"{run['clients'][name]:,}")
+    yield row("troubles, of 13 kinds", lambda run: f"{sum(run['troubles'].values()):,}")
+    yield row("memory of the scheduler after a round, MB", memory)
 
 
 def fuzz() -> Iterator[Row]:

@@ -47,7 +47,9 @@ class GuardedDrafter:
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int, timeout: float | None = None) -> None:
-        if timeout is not None and not (isinstance(timeout, (int, float)) and 0 < timeout <= TIMEOUT_MAX):
+        if timeout is not None and not (
+            isinstance(timeout, (int, float)) and 0 < timeout <= TIMEOUT_MAX
+        ):
             raise ValueError(f"a drafter's time-out must be > 0 seconds or None, not {timeout!r}")
         self.name = drafter.name
         self.hidden_layers = _hidden_layers(drafter)
