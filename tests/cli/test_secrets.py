@@ -90,6 +90,8 @@ def artefacts(monkeypatch, tmp_path, address):
     # the kernels' checks take minutes
     monkeypatch.setattr("outrider.trial.run._kernels", lambda wanted: NO_KERNELS)
     monkeypatch.setattr("outrider.selftest.run.examine", lambda *given: no_checks())
+    # another test of this process may have imported Triton
+    monkeypatch.setattr("outrider.selftest.run._interpret", lambda: None)
     places = {"open": f"http://{address}", "url": f"http://me:{PASSWORD}@{address}", "out": None}
 
     def run(tool):
