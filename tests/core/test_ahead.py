@@ -100,12 +100,12 @@ def test_what_follows_a_node_is_said_once():
     assert paths(found.best(99, trees=True)) == PATHS
 
 
-@pytest.mark.parametrize("first", [0, 1, 2, 3])
+@pytest.mark.parametrize("first", [0, 1, 2])
 def test_two_nodes_with_one_number_are_a_fault(first):
     """Else chances that are equal would compare nodes, which have no order."""
     found = tree(ADDED[:1])
     with pytest.raises(DraftFault, match="one number"):
-        found.add(3, first, [9, 8], [0.5, 0.5])
+        found.add(2, first, [9, 8], [0.5, 0.5])
     assert found.best(9, trees=True).tokens == (1, 3)
 
 
