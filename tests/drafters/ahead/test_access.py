@@ -70,6 +70,7 @@ def test_another_user_who_listens_first_is_told_nothing(shared, caplog):
         for _ in range(300):
             drafter.start([request])
             clock.now += 1.0
+        drafter.close()
         assert squatter.stdout.readline() == "b''\n"
     finally:
         squatter.kill()

@@ -45,6 +45,7 @@ BAD_TEXTS = {
     "a string for a prompt": [8, "abc", [], 0, {}, []],
     "null for a prompt": [8, None, [], 0, {}, []],
     "true for a token": [8, [True], [], 0, {}, []],
+    "many ends": [8, [1, 2], [], 0, {}, [*range(1025)]],
     "a list of options": [8, [1], [], 0, [], []],
     "the model has no room": [8, [1, SmallModel.BAD], [], 0, {}, []],
     "the model says NaN": [8, [1, SmallModel.DEAF], [], 0, {}, []],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import socket
+
 import numpy as np
 import pytest
 from talk import HELLO, Clock, Liar, small_server
@@ -273,3 +276,39 @@ def test_additions_come_in_messages_that_a_host_takes(tmp_path):
     assert drafter._connection is not None
     assert len(drafter._trees) == 200
     drafter.close(), server.close()
+
+
+def test_unknown_texts_that_nobody_sent_leave_no_trace(liar, drafter):
+    drafter.start([request()])
+    for n in range(40):
+        liar.say({"unknown": [*range(2 + 100 * n, 102 + 100 * n)]}, {"left_out": [n + 10_000]})
+        drafter.meanwhile()
+    assert not drafter._lost
+    assert not drafter._shut
+    assert drafter._open == {1}
+
+
+def test_no_file_descriptor_for_a_socket_costs_drafts_only(tmp_path, liar, drafter, monkeypatch):
+    def none_left(*args):
+        raise OSError(24, "Too many open files")
+
+    guard, asked = GuardedDrafter(drafter, V), request()
+    monkeypatch.setattr("outrider.drafters.ahead.drafter.socket.socket", none_left)
+    guard.start([asked])
+    assert guard.propose([asked], budget()).num_drafts.sum() == 0
+    assert not guard.fallbacks
+
+
+def test_a_process_with_many_files_can_wait(liar, drafter):
+    """`select` takes no number above 1023."""
+    asked = request()
+    drafter.start([asked])
+    try:
+        number = fcntl.fcntl(drafter._connection.fileno(), fcntl.F_DUPFD, 1500)
+    except OSError:
+        pytest.skip("no process may have so many files here")
+    drafter._connection._socket.close()
+    drafter._connection._socket = socket.socket(fileno=number)
+    assert not drafter._await(0.0)
+    liar.say(GOOD)
+    assert drafter._await(5.0)

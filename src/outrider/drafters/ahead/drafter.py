@@ -240,7 +240,9 @@ class AheadDrafter:
         assert self._connection is not None
         if self._connection.has_line:
             return True
-        return bool(select.select([self._connection], [], [], seconds)[0])
+        poll = select.poll()  # `select` cannot take the numbers of a process with many files
+        poll.register(self._connection, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     # -- the connection
 
@@ -278,20 +280,27 @@ class AheadDrafter:
         if now - self._tried < min(RETRY * 2 ** min(max(0, self._faults - 1), 9), LONGEST_RETRY):
             return False
         self._tried = now
-        sock = socket.socket(socket.AF_UNIX)
-        sock.setblocking(False)
         try:
-            sock.connect(self._path)
-            check_user(sock)
+            self._connection = Connection(self._connected(), MAX_REPLY, AT_ONCE)
         except (OSError, ValueError, Closed) as error:
-            sock.close()
             self._faults += isinstance(error, Closed)
             self._miss(str(error))
             return False
-        self._connection = Connection(sock, MAX_REPLY, AT_ONCE)
         self._is_silent = self._is_useful = False
         self._send({"hello": VERSION})
         return self._connection is not None
+
+    def _connected(self) -> socket.socket:
+        """Return a socket at whose other end a process of our own user, or root's, is."""
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.setblocking(False)
+            sock.connect(self._path)
+            check_user(sock)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
     def _send(self, message: dict[str, object]) -> None:
         if self._connection is not None:
@@ -317,9 +326,10 @@ class AheadDrafter:
         for said in message.get("grown", ()):
             self._add(growth_of(said))
         for key in ids_of(message.get("unknown", ())):
-            self._lost[key] += key in self._open
-            self._open.discard(key)
-            self._trees.pop(key, None)
+            if key in self._open:
+                self._lost[key] += 1
+                self._open.discard(key)
+                self._trees.pop(key, None)
         self._shut_out(ids_of(message.get("left_out", ())), "refused")
         if "refused" in message:
             raise Closed(f"it refuses: {message['refused']!r:.200}")

@@ -55,6 +55,9 @@ MAX_SIZE = 1e10
 MAX_BIASES = 300
 """Tokens of a logit bias, as in OpenAI's API: each costs time in every pass."""
 
+MAX_ENDS = 1024
+"""End tokens of a text."""
+
 MAX_CHILDREN = 1024
 """Tokens that may follow a node."""
 
@@ -134,6 +137,8 @@ def request_of(said: Any, vocab_size: int) -> Request:
         key, prompt, output, seed, sampling, ends = said
         check_ids([key, seed])
         check_ids([*prompt, *output, *ends])
+        if len(ends) > MAX_ENDS:
+            raise ValueError(f"more than {MAX_ENDS} end tokens")
         params = _sampling_of(sampling, vocab_size)
         return Request(key, tuple(prompt), params, seed, frozenset(ends), output=list(output))
     except OTHER_FORM as error:
