@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import threading
 from itertools import accumulate
@@ -216,6 +217,12 @@ def check_traffic(server, retracts=True, drafters=()):
     assert 0 < accepted < drafted
     met = "Retract requests" in server.log.read_text()
     assert met or not retracts, "the cache was not small enough"
+
+
+def faults(server):
+    """Return why requests went without drafts, but for want of slots: the cache is small."""
+    counted = [k for k, v in server.metrics().items() if "fallbacks_total{" in k and v]
+    return {re.search('reason="([^"]*)"', key)[1] for key in counted} - {"slots"}
 
 
 def compare_greedy(bare, ours, wishes):
