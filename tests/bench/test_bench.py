@@ -16,7 +16,7 @@ from outrider.bench.result import Result, compared, load_result, names
 from outrider.bench.workloads import KINDS, prompts
 from outrider.cli.main import app
 from outrider.engines import Answer, Counts, Query, Token
-from outrider.errors import Unsupported
+from outrider.errors import Unsupported, UsageError
 
 
 def answer(text="a b", start=0.0, first=1.0, last=3.0, tokens=3, logprobs=()):
@@ -211,6 +211,42 @@ def test_two_results_are_compared(tmp_path, engines, capsys):
     done = CliRunner().invoke(app, ["bench", "--compare", str(old), str(empty)])
     assert done.exit_code == 2
     assert "no result" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"concurrency": 10**4000},
+        {"concurrency": 0},
+        {"rate": 1e300},
+        {"workload": "x" * 2000},
+        {"times_plain": {"median": 1e-320, "min": 1, "max": 1}},
+        {"times_plain": {"median": 1, "min": -1, "max": 1e300}},
+    ],
+)
+def test_a_recorded_result_has_bounds(tmp_path, change):
+    spread = {"median": 1.0, "min": 1.0, "max": 1.0}
+    cell = {"workload": "w", "concurrency": 1, "rate": None, "engine": 0, "times_plain": spread}
+    document = {"outrider_bench": 1, "engines": [{"engine": "e"}], "cells": [cell]}
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(document))
+    load_result(file)
+    file.write_text(json.dumps(document | {"cells": [cell | change]}))
+    with pytest.raises(UsageError, match=r"is no result of `outrider bench`"):
+        load_result(file)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-9])
+def test_counters_that_tell_no_time_make_no_equation(seconds):
+    """A server whose steps take no time was a ZeroDivisionError."""
+    plan = Plan({"code": ["a"]}, (1,))
+    (cell,) = plan.cells
+    runs = []
+    for engine in (0, 1):
+        counts = Counts(steps=10, request_steps=10, emitted=30)
+        counts.seconds["forward"] = 1.0 if engine else seconds
+        runs.append(bench.Run(engine, cell, 0, 1.0, 6, (), (), counts))
+    assert Result({}, [], plan, runs).equation(cell, 1) is None
 
 
 def test_every_engine_is_first_now_and_then():

@@ -10,7 +10,7 @@ import io
 import json
 import tracemalloc
 from pathlib import Path
-from time import monotonic, process_time, sleep
+from time import monotonic, sleep, thread_time
 
 import pytest
 from hypothesis import given
@@ -105,7 +105,7 @@ def drip_continues(connection):
 
 
 def silence(connection):
-    sleep(3)
+    sleep(20)
 
 
 @pytest.mark.parametrize("slow", [drip, drip_headers, drip_continues, silence])
@@ -115,7 +115,7 @@ def test_a_call_ends_in_time(server, slow):
     started = monotonic()
     with pytest.raises(Unsupported, match="timed out"):
         Client(server.url).ask("/x", limits=Limits(seconds=0.5))
-    assert monotonic() - started < 2
+    assert monotonic() - started < 8
 
 
 def test_silence_may_have_a_limit_of_its_own(server):
@@ -124,7 +124,7 @@ def test_silence_may_have_a_limit_of_its_own(server):
     limits = Limits(seconds=60, silence=0.3)
     with pytest.raises(Unsupported, match="timed out"):
         Client(server.url).ask("/x", limits=limits)
-    assert monotonic() - started < 2
+    assert monotonic() - started < 8
 
 
 def flood(connection):
@@ -148,7 +148,7 @@ def flood_of_headers(connection):
 @pytest.mark.parametrize("much", [flood, flood_of_lines, flood_of_headers])
 def test_a_call_ends_in_memory(server, much):
     server.pages[None] = much
-    client, limits = Client(server.url), Limits(seconds=20, size=2**20, total=2**21)
+    client, limits = Client(server.url), Limits(seconds=60, size=2**17, total=2**18)
     tracemalloc.start()
     with pytest.raises(Unsupported, match=r"more than|too many|no server answers"):
         client.ask("/x", limits=limits)
@@ -368,7 +368,7 @@ def test_the_first_answer_that_fails_ends_the_others(server):
     started = monotonic()
     with pytest.raises(Unsupported, match="answered 500"):
         open_engine(server.url).ask([Query("a", chat) for chat in (False, True, False)], 3)
-    assert monotonic() - started < 2
+    assert monotonic() - started < 8
 
 
 # -- counters
@@ -428,11 +428,11 @@ def test_counters_are_numbers_or_refused(page):
 @pytest.mark.parametrize("filler", ["a", '\\"', 'a="b",', " ", "{"])
 def test_counters_are_read_in_linear_time(line, filler):
     """40,000 characters took 12.7 s, and four times as many 16 times as long."""
-    text = ("outrider:verify_steps_total" + line % (filler * 60_000)[:60_000] + "\n") * 40
-    started = process_time()
+    text = ("outrider:verify_steps_total" + line % (filler * 60_000)[:60_000] + "\n") * 10
+    started = thread_time()  # others may use the machine
     with refusal(Unsupported):
         counts_of(text, "here")
-    assert process_time() - started < 2
+    assert thread_time() - started < 2
 
 
 def test_lines_of_others_are_skipped():
