@@ -22,6 +22,9 @@ Ending = Literal["prompt", "plain", "bonus", "recovered", "ended"]
 drafts that were all accepted; in place of a rejected draft; or it was a draft, and the last."""
 
 ROOT = -1
+ROUNDING = 0.01
+"""A logprob may be above 0 by so much."""
+
 WINDOW = 8
 """A token is spelled after so many others: bytes may make a character only together."""
 
@@ -324,9 +327,11 @@ def _step(
                 id=token,
                 text=spell(before, token),
                 draft=record.kept[i] if i < len(record.kept) else None,
-                probability=math.exp(here.token) if here is not None else None,
+                probability=_probability(here.token) if here is not None else None,
                 alternatives=tuple(
-                    Alternative(id=other, text=spell(before, other), probability=math.exp(logprob))
+                    Alternative(
+                        id=other, text=spell(before, other), probability=_probability(logprob)
+                    )
                     for other, logprob in top
                 ),
             )
@@ -340,6 +345,12 @@ def _step(
         foreseen=record.foreseen,
         seconds=record.seconds,
     )
+
+
+def _probability(logprob: float) -> float:
+    if not logprob <= ROUNDING:  # NaN is not, either
+        raise ValueError(f"a logprob of {logprob!r:.80}")
+    return min(1.0, math.exp(logprob))
 
 
 def _fates(number: int, record: StepRecord) -> list[Fate]:
