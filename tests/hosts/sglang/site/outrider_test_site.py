@@ -235,7 +235,7 @@ def register_rank_faults():
         for name, hook in (
             ("_forward", breaks("passes", lambda call: call % 13 == 12)),
             ("prefill", breaks("prefills", lambda call: call % 3 == 0)),
-            ("run", breaks("run", lambda call: call == 4)),
+            ("run", breaks("run", lambda call: call == 1)),
         ):
             HookRegistry.register(f"{model}.{name}", hook, HookType.AROUND)
     else:
