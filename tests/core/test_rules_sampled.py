@@ -148,6 +148,38 @@ def test_match_does_not_depend_on_the_drafts():
     assert all(run == runs[0] for run in runs)
 
 
+class FailsWithDrafts(TableHost):
+    """Its model raises for some rows that plain decoding never has."""
+
+    def forward(self, requests, proposal):
+        if proposal.num_drafts.any():
+            raise ValueError("no such text")
+        return super().forward(requests, proposal)
+
+
+def test_drafts_that_cannot_be_verified_are_withdrawn(caplog):
+    requests = [Request(i, (0,), SamplingParams(temperature=1.0), seed=i) for i in range(8)]
+    drafter, budget = TableDrafter(Q, "sampled"), Budget((2,) * 8, "match", KeyedCoins())
+    done = step(FailsWithDrafts(P), drafter, requests, budget)
+    assert done.withdrawn
+    assert "no such text" in caplog.text
+    plain = step(TableHost(P), drafter, requests, Budget((0,) * 8, "match", KeyedCoins()))
+    assert [o.tokens for o in done.outcomes] == [o.tokens for o in plain.outcomes]
+    assert not plain.withdrawn
+
+
+def test_an_error_of_plain_decoding_is_raised():
+    class Fails(TableHost):
+        def forward(self, requests, proposal):
+            raise ValueError("no such text")
+
+    request = Request(0, (0,), SamplingParams(temperature=1.0), seed=0)
+    for drafts in (0, 2):
+        budget = Budget((drafts,), "match", KeyedCoins())
+        with pytest.raises(ValueError, match="no such text"):
+            step(Fails(P), TableDrafter(Q, "sampled"), [request], budget)
+
+
 # A draft that is often rejected, and leaves many tokens to recover from.
 STEEP = torch.tensor([0.50, 0.28, 0.12, 0.06, 0.03, 0.01], dtype=torch.float64)
 FLAT = torch.tensor([0.10, 0.08, 0.20, 0.22, 0.20, 0.20], dtype=torch.float64)

@@ -294,3 +294,17 @@ def test_a_function_of_the_request_changes_the_logits_of_each_row_after_its_own_
     assert asked == [(4,), (4, 5), (4, 5, 6)]
     changed = values + torch.tensor([1.0, 2.0, 3.0, 0.0])[:, None]
     assert torch.equal(found, changed)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"process": lambda output, values: None}, "process returned NoneType: return logits"),
+        ({"process": lambda output, values: values[:3]}, r"process returned a tensor of shape"),
+        ({"grammar": lambda output: [True]}, "grammar returned list: return a mask"),
+        ({"grammar": lambda output: torch.ones(V)}, r"grammar returned torch.float32"),
+    ],
+)
+def test_what_a_function_of_a_request_returns_is_checked(options, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        distribution([request(**options)], Proposal.of([chain([])]), logits(1))
