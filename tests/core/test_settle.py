@@ -168,6 +168,7 @@ def test_request_refuses_what_it_cannot_do():
         {"seed": 0.5},
         {"seed": 2**63},
         {"logprobs": 1.5},
+        {"logprobs": True},
         {"stop": 5},
         {"stop": ("a", 5)},
         {"stop_token_ids": 5},

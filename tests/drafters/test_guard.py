@@ -221,6 +221,34 @@ def test_time_out():
     guard.close()
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e300, "1"])
+def test_time_outs_that_cannot_be_waited_for(timeout):
+    with pytest.raises(ValueError, match="time-out must be > 0 seconds"):
+        GuardedDrafter(Scripted(), V, timeout=timeout)
+
+
+@pytest.mark.parametrize("layers", [None, 3, ("a",), (1.0,), ((0,),)])
+def test_hidden_layers_are_numbers(layers):
+    drafter = Scripted()
+    drafter.hidden_layers = layers
+    with pytest.raises(TypeError, match="hidden_layers of drafter scripted must be numbers"):
+        GuardedDrafter(drafter, V)
+
+
+def test_a_drafter_may_use_its_arrays_again():
+    """What was proposed and checked stays as it is, whatever the drafter's threads do."""
+    proposal = Proposal.of([chain([1, 2]), chain([3])])
+    guard = GuardedDrafter(Scripted(lambda: proposal), V)
+    made = requests()
+    guard.start(made)
+    found = guard.propose(made, budget())
+    proposal.tokens.fill_(V + 5)
+    proposal.num_drafts[:], proposal.parents[:] = 9, 9
+    assert found.tokens.tolist() == [1, 2, 3]
+    assert found.num_drafts.tolist() == [2, 1]
+    assert found.parents.tolist() == [ROOT, 0, ROOT]
+
+
 def test_thread_without_fault():
     guard = GuardedDrafter(Scripted(), V, timeout=5)
     assert run(guard, 3) == [True] * 3

@@ -111,7 +111,7 @@ class SamplingParams:
             and all(is_whole(token, 0) for token in self.stop_token_ids),
             "ignore_eos must be True or False": isinstance(self.ignore_eos, bool),
             "logprobs must be a whole number >= 0": self.logprobs is None
-            or is_whole(self.logprobs, 0),
+            or (is_whole(self.logprobs, 0) and not isinstance(self.logprobs, bool)),
         }
         broken = [
             f"{rule}, not {getattr(self, rule.partition(' ')[0])!r:.80}"

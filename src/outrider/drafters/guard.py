@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from numbers import Integral, Real
+from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,10 +47,10 @@ class GuardedDrafter:
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int, timeout: float | None = None) -> None:
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not _can_be_waited_for(timeout):
             raise ValueError(f"a drafter's time-out must be > 0 seconds or None, not {timeout!r}")
         self.name = drafter.name
-        self.hidden_layers: tuple[int, ...] = tuple(getattr(drafter, "hidden_layers", ()))
+        self.hidden_layers = _hidden_layers(drafter)
         self.fallbacks: Counter[str] = Counter()
         self._drafter = drafter
         self._meanwhile: Callable[[], None] | None = getattr(drafter, "meanwhile", None)
@@ -75,7 +78,8 @@ class GuardedDrafter:
 
         def propose() -> Proposal:
             self._introduce([r for r in requests if r.id not in self._known])
-            proposal = self._drafter.propose(requests, budget)
+            # a copy: the drafter may use its arrays again while the target's pass runs
+            proposal = _copied(self._drafter.propose(requests, budget))
             check(proposal, budget, self._vocab_size)
             return proposal
 
@@ -163,6 +167,32 @@ class GuardedDrafter:
             self._drafter.stop(known)
         except Exception as error:
             logger.warning("drafter %s: error in stop: %s", self.name, error)
+
+
+def _can_be_waited_for(seconds: object) -> bool:
+    return isinstance(seconds, Real) and 0 < float(seconds) <= TIMEOUT_MAX
+
+
+def _hidden_layers(drafter: Drafter) -> tuple[int, ...]:
+    layers = getattr(drafter, "hidden_layers", ())
+    if isinstance(layers, Iterable):
+        found = tuple(layers)
+        if all(isinstance(layer, Integral) for layer in found):
+            return found
+    raise TypeError(
+        f"hidden_layers of drafter {drafter.name} must be numbers of layers, such as (0, 2), "
+        f"not {layers!r:.80}"
+    )
+
+
+def _copied(proposal: Proposal) -> Proposal:
+    return replace(
+        proposal,
+        tokens=proposal.tokens.clone(),
+        num_drafts=proposal.num_drafts.copy(),
+        parents=proposal.parents.copy(),
+        confidences=proposal.confidences.copy(),
+    )
 
 
 def check(proposal: Proposal, budget: Budget, vocab_size: int) -> None:
