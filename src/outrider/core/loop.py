@@ -6,8 +6,9 @@ protocols, so that an engine or a drafter can be added without touching the theo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,8 @@ from outrider.core.request import Request
 from outrider.core.rules import RuleName, Verdict, verify
 from outrider.core.settle import Outcome, Outcomes, settle
 from outrider.core.target import Rows, target_distribution
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +100,10 @@ class Host(Protocol):
     """Runs the target model and owns its cache."""
 
     def forward(self, requests: Sequence[Request], proposal: Proposal) -> Tensor:
-        """Run the target once over all rows of the proposal. Return their logits, [N, V]."""
+        """Run the target once over all rows of the proposal. Return their logits, [N, V].
+
+        Nothing is kept before `commit`: a step may be repeated without its drafts.
+        """
         ...
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
@@ -110,17 +116,37 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """All that one step computed, for whoever wants to look: `explain`, logprobs, tests."""
+    """All that one step computed, for whoever wants to look: `explain`, logprobs, tests.
+
+    withdrawn: whether there were drafts that could not be verified: see `step`
+    """
 
     proposal: Proposal[Any]
     logits: Tensor
     verdict: Verdict
     outcomes: Outcomes
+    withdrawn: bool = False
 
 
 def step(host: Host, drafter: Drafter, requests: Sequence[Request], budget: Budget) -> Step:
-    """Advance every request by at least one token, as plain decoding would."""
+    """Advance every request by at least one token, as plain decoding would.
+
+    What fails with drafts may work without: a request's own functions may raise on a text that
+    plain decoding never has, or the model may compute NaN for it. So a step that fails is repeated
+    without drafts, and only then is its error one of plain decoding.
+    """
     proposal = drafter.propose(requests, budget)
+    try:
+        return _verified(host, requests, proposal, budget)
+    except Exception as error:
+        if not proposal.num_drafts.any():
+            raise
+        logger.warning("drafts of %s cannot be verified: %s", drafter.name, error)
+    done = _verified(host, requests, Proposal.empty(len(requests)), budget)
+    return replace(done, withdrawn=True)
+
+
+def _verified(host: Host, requests: Sequence[Request], proposal: Proposal, budget: Budget) -> Step:
     logits = host.forward(requests, proposal)
     proposal = proposal.to(logits.device)
     p = target_distribution(logits, Rows.of(requests, proposal))

@@ -161,6 +161,19 @@ def _replace(logits: Tensor, rows: list[int], values: Tensor) -> Tensor:
     return logits
 
 
+def _checked(name: str, found: object, vocab_size: int, is_mask: bool = False) -> Tensor:
+    """Return what a request's own function gave, if it is [V]."""
+    wanted = f"{'a mask' if is_mask else 'logits'} of shape ({vocab_size},)"
+    if not isinstance(found, Tensor) or (is_mask and found.dtype != torch.bool):
+        given = found.dtype if isinstance(found, Tensor) else type(found).__name__
+        raise TypeError(
+            f"{name} returned {given}: return {wanted}, as a tensor{' of bool' if is_mask else ''}"
+        )
+    if found.shape != (vocab_size,):
+        raise ValueError(f"{name} returned a tensor of shape {tuple(found.shape)}: return {wanted}")
+    return found
+
+
 def process(logits: Tensor, rows: Rows) -> Tensor:
     """Let each request's own function change the logits after the row's path."""
     chosen = rows.where(lambda s: s.process is not None)
@@ -170,7 +183,9 @@ def process(logits: Tensor, rows: Rows) -> Tensor:
     for row in chosen:
         request = rows.requests[rows.owners[row]]
         assert request.sampling.process is not None
-        changed.append(request.sampling.process([*request.output, *paths[row]], logits[row]))
+        # a copy: it may be changed in place
+        found = request.sampling.process([*request.output, *paths[row]], logits[row].clone())
+        changed.append(_checked("process", found, logits.shape[-1]))
     return _replace(logits, chosen, torch.stack(changed).to(logits))
 
 
@@ -220,7 +235,8 @@ def grammar(logits: Tensor, rows: Rows) -> Tensor:
     for row in chosen:
         request = rows.requests[rows.owners[row]]
         assert request.sampling.grammar is not None
-        allowed.append(request.sampling.grammar([*request.output, *paths[row]]))
+        found = request.sampling.grammar([*request.output, *paths[row]])
+        allowed.append(_checked("grammar", found, logits.shape[-1], is_mask=True))
     mask = torch.stack(allowed).to(logits.device)
     return _replace(logits, chosen, logits[chosen].masked_fill(~mask, -math.inf))
 

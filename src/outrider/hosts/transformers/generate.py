@@ -234,6 +234,8 @@ def _run(
             budget = Budget(np.array(room), rule, coins)
             done = step(host, own, active, budget)
             host.commit(done.outcomes)
+            if done.withdrawn:
+                drafter.fallbacks["withdrawn"] += len(active)
             if prompts_read:
                 result.stats.record(done.outcomes, done.proposal)
             else:
@@ -279,9 +281,9 @@ def _drafter(
     given = unwrapped(given)
     if given is None:
         return NoDrafter()
-    if given == AdaptiveDrafter.name:
-        return adaptive_drafter()
     if isinstance(given, str):
+        if given == AdaptiveDrafter.name:
+            return adaptive_drafter()
         return make_drafter(given, {}, others=[AdaptiveDrafter.name])
     if isinstance(given, HeadFile):
         return given.drafter(model, runner.vocab_size)

@@ -54,7 +54,6 @@ class TransformersHost:
         """
         drafts, parents = proposal.tokens.tolist(), proposal.parents.tolist()
         segments = []
-        self._again.clear()
         for r, request in enumerate(requests):
             sequence = self._sequences.setdefault(request.id, self.runner.open())
             if self._is_read_again(request, sequence):
@@ -81,6 +80,7 @@ class TransformersHost:
 
     def with_hidden(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
         """Return the outcomes of the last pass with the hidden states of what was kept."""
+        again, self._again = self._again, set()
         if not self._hidden_layers:
             return outcomes
         states, self._hidden = self._hidden, {}  # a prompt's are large: keep them no longer
@@ -89,7 +89,7 @@ class TransformersHost:
         kept |= {
             o.request.id: kept[o.request.id][-len(o.rows) :]
             for o in outcomes
-            if o.request.id in self._again
+            if o.request.id in again
         }
         return [replace(o, hidden=kept[o.request.id]) for o in outcomes]
 

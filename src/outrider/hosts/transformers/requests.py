@@ -28,6 +28,8 @@ def make_requests(
     tokenizer: Any,
 ) -> list[Request]:
     """Return a request for each prompt. Refuse what the model cannot read or cannot hold."""
+    if tokenizer is not None and not hasattr(tokenizer, "decode"):
+        raise TypeError(f"tokenizer is {type(tokenizer).__name__}: pass the tokenizer itself")
     prompts = token_ids(input_ids)
     params = _sampling_of_each(sampling, len(prompts))
     # from torch's own generator, so that torch.manual_seed makes a run repeatable
@@ -106,7 +108,7 @@ def _sampling(given: Any) -> SamplingParams:
 def _end_tokens(model: PreTrainedModel) -> frozenset[int]:
     config = model.generation_config
     ends = config.eos_token_id if config is not None else model.config.eos_token_id
-    return frozenset([ends] if isinstance(ends, int) else ends or ())
+    return frozenset() if ends is None else frozenset(map(int, _listed(ends)))
 
 
 def _check_values(sampling: SamplingParams) -> None:
