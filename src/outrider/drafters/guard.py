@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
-from numbers import Integral
+from numbers import Integral, Real
 from threading import TIMEOUT_MAX
 from typing import Any, TypeVar
 
@@ -47,9 +47,7 @@ class GuardedDrafter:
     """
 
     def __init__(self, drafter: Drafter, vocab_size: int, timeout: float | None = None) -> None:
-        if timeout is not None and not (
-            isinstance(timeout, (int, float)) and 0 < timeout <= TIMEOUT_MAX
-        ):
+        if timeout is not None and not _can_be_waited_for(timeout):
             raise ValueError(f"a drafter's time-out must be > 0 seconds or None, not {timeout!r}")
         self.name = drafter.name
         self.hidden_layers = _hidden_layers(drafter)
@@ -59,8 +57,6 @@ class GuardedDrafter:
         self._look: Callable[[Sequence[Request], Budget], None] | None
         self._look = getattr(drafter, "look", None)
         self._vocab_size = vocab_size
-        if (limit := getattr(drafter, "limit_vocabulary", None)) is not None:
-            limit(vocab_size)
         self._timeout = timeout
         self._thread = ThreadPoolExecutor(1, "outrider-draft") if timeout is not None else None
         self._stuck: Future[Any] | None = None
@@ -171,6 +167,10 @@ class GuardedDrafter:
             self._drafter.stop(known)
         except Exception as error:
             logger.warning("drafter %s: error in stop: %s", self.name, error)
+
+
+def _can_be_waited_for(seconds: object) -> bool:
+    return isinstance(seconds, Real) and 0 < float(seconds) <= TIMEOUT_MAX
 
 
 def _hidden_layers(drafter: Drafter) -> tuple[int, ...]:
