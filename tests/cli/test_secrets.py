@@ -138,7 +138,6 @@ WRITTEN = {
     "selftest": ["selftest.html", "selftest.json"],
     "selftest --server": ["server.html", "server.json", "deterministic-bare.log"],
     "doctor, JSON": ["stdout"],
-    "no engine": ["stderr"],
 }
 
 

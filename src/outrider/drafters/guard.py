@@ -51,6 +51,8 @@ class GuardedDrafter:
             raise ValueError(f"a drafter's time-out must be > 0 seconds or None, not {timeout!r}")
         self.name = drafter.name
         self.hidden_layers = _hidden_layers(drafter)
+        if (limit := getattr(drafter, "limit_vocabulary", None)) is not None:
+            limit(vocab_size)
         self.fallbacks: Counter[str] = Counter()
         self._drafter = drafter
         self._meanwhile: Callable[[], None] | None = getattr(drafter, "meanwhile", None)

@@ -169,12 +169,19 @@ def test_a_server_that_hangs_still_listens(tmp_path):
     small_server(path).close()  # over the dead one's socket
 
 
-def test_by_default_both_meet_in_a_private_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home").mkdir()
-    places = {str(tmp_path): tmp_path / "outrider"}
+@pytest.fixture
+def short_path():
+    """A directory whose name leaves room: the path of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as found:
+        yield Path(found)
+
+
+def test_by_default_both_meet_in_a_private_directory(short_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(short_path / "home"))
+    (short_path / "home").mkdir()
+    places = {str(short_path): short_path / "outrider"}
     places |= dict.fromkeys(
-        ["", "relative", str(tmp_path / "none")], tmp_path / "home/.cache/outrider/run"
+        ["", "relative", str(short_path / "none")], short_path / "home/.cache/outrider/run"
     )
     for runtime, folder in places.items():
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
