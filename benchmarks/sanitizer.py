@@ -7,7 +7,7 @@ Run it in the environment of scripts/setup-sglang-cpu, once for each version of 
 of tests/hosts/sglang/site/outrider_planted.py gets a server of its own, which answers conversations
 and sessions, eight at once. Then the same traffic goes to a server without a fault and to SGLang
 without speculation, `--alarms` requests each: there the sanitizer must find nothing. The result is
-added to benchmarks/results/sanitizer.json, by version.
+added to benchmarks/results/sanitizer.json, by version, after each server.
 """
 
 from __future__ import annotations
@@ -67,19 +67,20 @@ def main() -> None:
     end_servers_at_sigterm()
     folder, made = Path(tempfile.mkdtemp(prefix="outrider-sanitizer-")), provenance()
     found: dict[str, Any] = {"provenance": made, "planted": {}, "alarms": {}}
+    results = json.loads(args.out.read_text()) if args.out.exists() else {"versions": {}}
+    results["versions"][sglang.__version__] = found
+    results["provenance"] = made
     with Progress() as progress:
         task = progress.add_task("servers", total=len(traffic.FAULTS) + 2)
         for fault in traffic.FAULTS:
             found["planted"][fault] = planted(folder, fault)
+            write("sanitizer", results, args.out)
             progress.advance(task)
         for name in ("bare", "ours"):
             found["alarms"][name] = alarms(folder, name == "bare", args.alarms)
+            write("sanitizer", results, args.out)
             progress.advance(task)
-    results = json.loads(args.out.read_text()) if args.out.exists() else {"versions": {}}
-    results["versions"][sglang.__version__] = found
-    results["provenance"] = made
     print(json.dumps({k: v for k, v in found.items() if k != "provenance"}, indent=2))
-    write("sanitizer", results, args.out)
     missed = [fault for fault, one in found["planted"].items() if one["requests"] is None]
     if missed or any(one["violations"] for one in found["alarms"].values()):
         sys.exit(f"not found: {missed}, or found where there is nothing")
