@@ -34,35 +34,52 @@ QUICK = ("claimed", "stale")
 """The others are planted before a release."""
 
 
+class Counted:
+    """A server, of which we count the requests that it has answered."""
+
+    def __init__(self, server):
+        self.post, self._ask = server.post, server.ask
+        self._answered = itertools.count(1)
+        self.answered = 0
+
+    def ask(self, path, body):
+        """Return the answer."""
+        found = self._ask(path, body)
+        if path == "/generate":
+            self.answered = next(self._answered)
+        return found
+
+
 def ask(server, fault, count, at_once=MAX_AT_ONCE, is_bare=False):
     """Ask so many requests in conversations and sessions. Return how many were asked.
 
     Raises Crashed if the server does not answer one of them.
     """
-    asked = itertools.count()
+    counted = Counted(server)
 
     def talk(seed):
         # a head drafts on the device if nobody else drafts in the batch
         drafter = "eagle3" if fault == "stale" else ASKED[seed % len(ASKED)]
         options = None if is_bare else {"drafter": drafter}
-        turns = conversations.session if seed % 3 == 2 else conversations.converse
-        for _ in turns(server, texts, seed, options):
-            next(asked)
+        if seed % 3 < 2:
+            conversations.converse(counted, texts, seed, options)
+        else:
+            conversations.session(counted, texts, seed, options, streaming=bool(seed % 2))
 
     try:
         texts = [
-            conversations.tokens_of(server, conversations.SHARED + text, 100)
+            conversations.tokens_of(counted, conversations.SHARED + text, 100)
             for text in conversations.TEXTS
         ]
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(talk, range(count // 4)))
     except (requests.RequestException, AssertionError) as error:
-        raise Crashed(next(asked)) from error
-    return next(asked)
+        raise Crashed(counted.answered) from error
+    return counted.answered
 
 
 class Crashed(Exception):
-    """A server has crashed after so many requests."""
+    """A server has stopped after so many answers."""
 
 
 def requests_until_found(server, fault):
