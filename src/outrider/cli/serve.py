@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.engines.process import sglang_command
+from outrider.engines.process import safe, sglang_command
 from outrider.errors import Unsupported, UsageError
 
 
@@ -17,7 +17,7 @@ def run(profile: Path | None, arguments: Sequence[str]) -> None:
     command = sglang_command()
     from outrider.hosts.sglang.profile import CONFIG_VARIABLE, load_profile
 
-    environment = dict(os.environ)
+    environment = safe()
     if profile is not None:
         try:
             load_profile(str(profile))

@@ -19,7 +19,7 @@ from outrider.engines.http import Client, Limits
 from outrider.errors import Unsupported, UsageError
 from outrider.redact import redact
 
-__all__ = ["child", "serving", "sglang_command", "tail"]
+__all__ = ["child", "safe", "serving", "sglang_command", "tail"]
 
 START = 600.0
 """Seconds that a server may take to load."""
@@ -52,7 +52,7 @@ def serving(
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     out, copying = log.open("w", encoding="utf-8"), None
     try:
-        with child(command, **options, env=environment) as process:
+        with child(command, environment, **options) as process:
             copying = Thread(target=_copy, args=(process.stdout, out), daemon=True)
             copying.start()
             url = f"http://127.0.0.1:{port}"
@@ -74,10 +74,23 @@ def _copy(source: IO[bytes], log: IO[str]) -> None:
             log.flush()
 
 
+def safe(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment, this process's unless given, in which Python looks for no modules in
+    the working directory.
+
+    `python -m` would: who runs a tool beside a checkpoint would run what lies there as `torch.py`.
+    Python 3.10 does not know the variable.
+    """
+    return {**(os.environ if environment is None else environment), "PYTHONSAFEPATH": "1"}
+
+
 @contextmanager
-def child(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+def child(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process in a group of its own, and end the group however this block ends."""
-    process = subprocess.Popen(command, start_new_session=True, **options)
+    options |= {"start_new_session": True, "env": safe(environment)}
+    process = subprocess.Popen(command, **options)
     try:
         yield process
     finally:
