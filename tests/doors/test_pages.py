@@ -7,6 +7,7 @@ import hashlib
 import re
 import warnings
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from strategies import STEERS, texts
 from outrider.engines import Counts
 from outrider.report import Page, table
 
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 HOSTILE = "'\"><img src=http://evil/x onerror=alert(1)></style><script>alert(1)</script>&lt;b&gt;"
 
 KNOWN = {
@@ -219,3 +221,8 @@ def test_twin_what_a_page_would_load_is_found():
             look_at(page.replace("</main>", f"{html}</main>"))
     with pytest.raises(ValueError, match="not enough values"):
         look_at(re.sub("<meta http-equiv[^>]*>", "", page))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.html")), ids=lambda path: path.stem)
+def test_pages_that_the_docs_show(path):
+    look_at(path.read_text(encoding="utf-8"), scripts=int(path.stem.startswith("explain")))

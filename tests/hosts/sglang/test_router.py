@@ -7,14 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-import requests
-from server import Server, free_port
+from server import Server, free_port, session
 
 TINY = Path(__file__).parents[3] / "src" / "outrider" / "assets" / "tiny"
+KEY = "key-of-the-replicas"
 FLAGS = [
     *("--attention-backend", "outrider", "--enable-deterministic-inference"),
     *("--mem-fraction-static", "0.1", "--max-total-tokens", "4096"),
-    *("--speculative-algorithm", "OUTRIDER"),
+    *("--speculative-algorithm", "OUTRIDER", "--api-key", KEY),
 ]
 PROMPTS = ["On a misty morning,", "The road was", "In the blue carriage"]  # odd, for round robin
 
@@ -27,12 +27,14 @@ class Router(Server):
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1"]
         command += ["--port", str(self.port), "--prometheus-port", str(free_port())]
-        command += ["--policy", "round_robin", "--worker-urls", *(w.url for w in workers)]
+        command += ["--policy", "round_robin", "--api-key", KEY]
+        command += ["--worker-urls", *(worker.url for worker in workers)]
         with log.open("w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
 
 
-def test_two_replicas(launch, logs, profile):
+def test_two_replicas(launch, logs, profile, monkeypatch):
+    monkeypatch.setitem(session().headers, "Authorization", f"Bearer {KEY}")
     draft = ["--speculative-draft-model-path", str(TINY / "draft")]
     replicas = [
         launch("replica-model", TINY / "target", *FLAGS, *draft, **profile(drafter="model")).wait(),
@@ -59,7 +61,7 @@ def test_two_replicas(launch, logs, profile):
 def wait_for(router: Router, workers: int) -> None:
     """Wait until the router knows so many workers."""
     for _ in range(120):
-        reply = requests.get(router.url + "/workers", timeout=10)
+        reply = session().get(router.url + "/workers", timeout=10)
         if reply.ok and len(reply.json().get("workers", [])) >= workers:
             return
         time.sleep(0.5)
