@@ -6,11 +6,12 @@ import json
 import math
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import mutated, refusal, texts, values, written
 
-from outrider.hosts.sglang.field_checks import INT32, INT64, MAX_REAL
+from outrider.hosts.sglang.field_checks import INT32, INT64, MAX_NESTED, MAX_REAL, shallow
 from outrider.hosts.sglang.intake import (
     EACH,
     INTERNAL,
@@ -93,6 +94,22 @@ def test_calls_have_the_form_that_sglang_expands(fields, several):
         params = call.sampling_params
         for one in params if isinstance(params, list) else [params]:
             assert len(prompts) * ((one or {}).get("n") or 1) <= MAX_REQUESTS
+
+
+@pytest.mark.parametrize("kind", ["list", "mapping"])
+def test_a_value_has_a_depth_that_can_be_sent(kind):
+    def nested(depth):
+        value = None
+        for _ in range(depth):
+            value = [value] if kind == "list" else {"a": value}
+        return value
+
+    for name in ("custom_labels", "image_data", "sampling_params"):
+        for depth in (1, MAX_NESTED, MAX_NESTED + 1, 10_000):
+            said = shallow({name: nested(depth - 1)})
+            assert (said is None) == (depth <= MAX_NESTED)
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            check_form(SimpleNamespace(**{**BARE, **CALL, name: nested(10_000)}))
 
 
 ATOMS = st.sampled_from(("a", ".", "[ab]", "\\s", "^", "(?:)", "(?=a)", "(a)", "\\1", "\\d"))

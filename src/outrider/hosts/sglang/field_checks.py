@@ -18,6 +18,9 @@ MAX_STOPS = 1024
 MAX_DEPTH = 200
 """Brackets within each other in a grammar, whose compiler recurses."""
 
+MAX_NESTED = 32
+"""Lists and mappings within each other in a value; what sends it to the scheduler recurses."""
+
 Check = Callable[[Any], "str | None"]
 """Returns what a value has to be, if it is something else."""
 
@@ -93,6 +96,17 @@ def anything(value: Any) -> str | None:
     return None
 
 
+def shallow(value: Any) -> str | None:
+    """Check that lists and mappings are not too deep within each other."""
+    level = [value]
+    for _ in range(MAX_NESTED):
+        inner = [one.values() if isinstance(one, Mapping) else one for one in level]
+        level = [one for some in inner for one in some if isinstance(one, (list, tuple, Mapping))]
+        if not level:
+            return None
+    return f"a value of at most {MAX_NESTED} lists and mappings within each other"
+
+
 def nothing(value: Any) -> str | None:
     """Check that a field is not set: it is SGLang's own, within the server."""
     return None if value is False else "left out: it is the server's own"
@@ -108,6 +122,9 @@ def _is_unicode(value: str) -> bool:
 
 def shown(value: Any) -> str:
     """Return a value as a message has it: short, and in ASCII."""
-    return (
-        ascii(value)[:80] if not isinstance(value, int) or abs(value) < 2**70 else "a huge number"
-    )
+    if isinstance(value, int) and abs(value) >= 2**70:
+        return "a huge number"
+    try:
+        return ascii(value)[:80]
+    except RecursionError:
+        return "lists and mappings within each other"

@@ -25,6 +25,7 @@ from outrider.hosts.sglang.field_checks import (
     nothing,
     patterns,
     real,
+    shallow,
     shown,
     text,
     texts,
@@ -166,8 +167,11 @@ def check_form(asked: Any) -> None:
 
     asked: SGLang's `GenerateReqInput` as it came, of one prompt or of several
     """
+    values = vars(asked)
+    containers = {k: v for k, v in values.items() if isinstance(v, (list, tuple, Mapping))}
+    _check(dict.fromkeys(containers, shallow), containers, "")
     count = _prompts(asked)
-    _check(REQUEST, vars(asked), "")
+    _check(REQUEST, values, "")
     for name, check in EACH.items():
         value = getattr(asked, name, None)
         if not isinstance(value, list):
