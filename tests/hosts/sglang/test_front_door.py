@@ -77,6 +77,9 @@ HOSTILE = [
     *({"stop_token_ids": f"[{2**70}]"}, {"stop": "[7]"}, {"regex": "7"}, {"n": str(10**9)}),
     {"min_new_tokens": "3", "stop_token_ids": "[99999]"},
     {"min_new_tokens": str(2**31), "max_new_tokens": str(2**32)},
+    {"custom_params": '{"a": ' * 200 + "1" + "}" * 200},
+    {"json_schema": '"{\\"type\\": \\"nothing\\"}"'},
+    *({"structural_tag": '"{}"'}, {"structural_tag": '"{\\"structures\\": []}"'}),
 ]
 """Sampling parameters as JSON has them. Bare SGLang's scheduler raises at some of them."""
 

@@ -53,6 +53,9 @@ HOOKS: dict[str, str] = {
     ),
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
+    "constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch": (
+        "self key require_reasoning"
+    ),
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
     "utils.common.support_triton": "backend",
     "model_executor.cuda_graph_runner.CudaGraphRunner.can_run": "self forward_batch",
@@ -62,6 +65,7 @@ HOOKS: dict[str, str] = {
 """What we hook, with its parameters."""
 
 CALLS: dict[str, str] = {
+    "constrained.base_grammar_backend.InvalidGrammarObject": "error_message",
     "sampling.custom_logit_processor.CustomLogitProcessor.from_str": "cls json_str",
     "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size": "self",
     "mem_cache.allocator.BaseTokenToKVPoolAllocator.available_size": "self",

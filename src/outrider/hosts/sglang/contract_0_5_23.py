@@ -49,6 +49,9 @@ HOOKS: dict[str, str] = {
     ),
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": "self",
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": "*",
+    "constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch": (
+        "self key require_reasoning"
+    ),
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
     "model_executor.runner.eager_runner.get_eager_max_batch_size": "max_batch_size",
     "utils.common.support_triton": "backend",
@@ -62,6 +65,7 @@ HOOKS: dict[str, str] = {
 """What we hook, with its parameters."""
 
 CALLS: dict[str, str] = {
+    "constrained.base_grammar_backend.InvalidGrammarObject": "error_message",
     "sampling.custom_logit_processor.CustomLogitProcessor.from_str": "cls json_str",
     "session.streaming_session.StreamingSession._free_kv_aligned": "self kv target end",
     "mem_cache.base_prefix_cache.BasePrefixCache.evictable_size": "self",

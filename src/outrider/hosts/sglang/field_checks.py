@@ -81,6 +81,11 @@ def grammar(value: Any) -> str | None:
     return None
 
 
+def tag(value: Any) -> str | None:
+    """Check that a value is a structural tag: SGLang takes an empty one for none, and for one."""
+    return "a structural tag" if value == "" else grammar(value)
+
+
 def flag(value: Any) -> str | None:
     """Check that a value is true or false."""
     return None if isinstance(value, bool) else "true or false"

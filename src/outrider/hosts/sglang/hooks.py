@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from outrider.hosts.sglang import cpu, memory
+from outrider.hosts.sglang.field_checks import shown
 from outrider.hosts.sglang.host import host
 from outrider.hosts.sglang.profile import load_profile
 from outrider.hosts.sglang.reported import correct_meta_info
@@ -152,6 +153,21 @@ def apply_vocab_mask(original: Callable[..., Any], self: Any, logits: Any, vocab
     return original(self, logits=logits, vocab_mask=vocab_mask)
 
 
+def compile_grammar(original: Callable[..., Any], self: Any, key: Any, *args: Any) -> Any:
+    """End a request whose grammar the compiler fails at: the scheduler would end with it.
+
+    SGLang catches few of its errors; none is that of a tag without a format.
+    """
+    if chosen_args() is None:
+        return original(self, key, *args)
+    try:
+        return original(self, key, *args)
+    except Exception as error:
+        from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
+
+        return InvalidGrammarObject(shown(f"{type(error).__name__}: {error}"))
+
+
 def support_triton(original: Callable[..., Any], backend: str) -> Any:
     """Say no for our own backend on CPU."""
     args = host().current_arguments()
@@ -253,6 +269,10 @@ COMMON: dict[str, Hook] = {
     "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": (init_kv_copy, "AROUND"),
     "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode": (
         batch_invariant_mode,
+        "AROUND",
+    ),
+    "constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch": (
+        compile_grammar,
         "AROUND",
     ),
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": (apply_vocab_mask, "AROUND"),
