@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,7 +79,8 @@ HOSTILE = [
     {"min_new_tokens": "3", "stop_token_ids": "[99999]"},
     {"min_new_tokens": str(2**31), "max_new_tokens": str(2**32)},
     {"custom_params": '{"a": ' * 200 + "1" + "}" * 200},
-    {"json_schema": '"{\\"type\\": \\"nothing\\"}"'},
+    *({"json_schema": '"{\\"type\\": \\"nothing\\"}"'}, {"regex": '"\\u0000"'}),
+    {"json_schema": json.dumps('{"title": "' + "]" * 10**6 + '", "const": ' + "[" * 10**6)},
     *({"structural_tag": '"{}"'}, {"structural_tag": '"{\\"structures\\": []}"'}),
 ]
 """Sampling parameters as JSON has them. Bare SGLang's scheduler raises at some of them."""

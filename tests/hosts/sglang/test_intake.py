@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,14 @@ V = 100
 HALF = "\ud800"
 """Half of a surrogate pair: no UTF-8 has it."""
 
+
+def chained(count):
+    """Return a schema of as many definitions, each of which refers to the next."""
+    arrays = ({"type": "array", "items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(count))
+    definitions = {str(n): one for n, one in enumerate(arrays)} | {str(count): {"type": "null"}}
+    return json.dumps({"$ref": "#/$defs/0", "$defs": definitions})
+
+
 HOSTILE = {
     "temperature": [float("inf"), float("nan"), -1.0, 1e300, 10**400, "1", [1.0]],
     "top_p": [float("nan"), 2.0, "1"],
@@ -41,9 +50,20 @@ HOSTILE = {
     "stream_interval": [0, -1],
     "stop": [7, [7], HALF, ["a", HALF]],
     "stop_regex": [7, "(a+)+$", "(.*)*x", "a?" * 60 + "a" * 60, "(a)\\1", "(", ["a", "\\s*\\s*x"]],
-    "regex": [7, HALF, "(" * 201 + ")" * 201],
-    "json_schema": [{}, "[" * 10**6],
-    "structural_tag": ["[" * 200_000],
+    "regex": [7, HALF, "(" * 201 + ")" * 201, "\0", "a\0"],
+    "ebnf": ["\0", "(" * 201, "".join(f"r{n} ::= r{n + 1}\n" for n in range(5000))],
+    "json_schema": [
+        *({}, "[" * 10**6, "", "{"),
+        # brackets in a text close none
+        json.dumps({"title": "]" * 300})[:-1] + ', "const": ' + "[" * 300 + "]" * 300 + "}",
+        # the compiler reads both
+        '{"const": ' + "[" * 300 + "]" * 300 + ', "const": 1}',
+        json.dumps({"type": "string", "pattern": "\0"}),
+        chained(2000),
+    ],
+    "structural_tag": [
+        *("", "[" * 200_000, '{"a": "' + "]" * 99 + '", "b": ' + "[" * 201 + "]" * 201 + "}"),
+    ],
     "skip_special_tokens": [{}, "yes", 1],
     "custom_params": [[1], "x"],
     "stop_token_ids": [[2**63], 7, ["a"], [1.5]],
@@ -59,7 +79,11 @@ FIELDS = {
 }
 FINE = {
     "stop_regex": ["a", ["\\n+", "\\d{1,8}\\.\\d{1,8}", "(Human|User):"], None],
-    "json_schema": ['{"type": "object", "properties": {"a": {"type": "string"}}}', None],
+    "json_schema": [
+        *('{"type": "object", "properties": {"a": {"type": "string"}}}', "$$ANY$$", "true", None),
+        *(json.dumps({"enum": ["]}", "a\nb", "(:"] * 300}), '{"title": "a\tb"}', chained(200)),
+    ],
+    "regex": ["(a|b)*c", "[)]" * 300, None],
     "temperature": [0, 0.7, 1, 1e6, None],
     "top_k": [-1, 5, None],
     "max_new_tokens": [0, 10, None],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from outrider.hosts.sglang.grammar_checks import fault, fault_of_json
 from outrider.hosts.sglang.patterns import is_quick
 
 MAX_REAL = 3.4028234e38
@@ -14,9 +15,6 @@ INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 MAX_STOPS = 1024
 """Stop strings of a request; each is looked for after every step."""
-
-MAX_DEPTH = 200
-"""Brackets within each other in a grammar, whose compiler recurses."""
 
 MAX_NESTED = 32
 """Lists and mappings within each other in a value; what sends it to the scheduler recurses."""
@@ -70,20 +68,20 @@ def patterns(value: Any) -> str | None:
 
 
 def grammar(value: Any) -> str | None:
-    """Check that a value is a text whose brackets are not too deep within each other."""
-    if (wanted := text(value)) is not None:
-        return wanted
-    depth = 0
-    for character in value:
-        depth += (character in "([{") - (character in ")]}")
-        if depth > MAX_DEPTH:
-            return f"a text of at most {MAX_DEPTH} brackets within each other"
-    return None
+    """Check that a value is a text that the compiler of grammars can take."""
+    wanted = text(value)
+    return fault(value) if wanted is None else wanted
+
+
+def schema(value: Any) -> str | None:
+    """Check that a value is JSON that the compiler of grammars can take."""
+    wanted = text(value)
+    return fault_of_json(value) if wanted is None else wanted
 
 
 def tag(value: Any) -> str | None:
     """Check that a value is a structural tag: SGLang takes an empty one for none, and for one."""
-    return "a structural tag" if value == "" else grammar(value)
+    return "a structural tag" if value == "" else schema(value)
 
 
 def flag(value: Any) -> str | None:

@@ -25,6 +25,7 @@ from outrider.hosts.sglang.field_checks import (
     nothing,
     patterns,
     real,
+    schema,
     shallow,
     shown,
     tag,
@@ -57,7 +58,7 @@ SAMPLING: Mapping[str, Check] = {
     "stop_token_ids": anything,  # with the vocabulary's size: see `check_request`
     "logit_bias": anything,
     "stop_regex": patterns,
-    "json_schema": grammar,
+    "json_schema": schema,
     "regex": grammar,
     "ebnf": grammar,
     "structural_tag": tag,
