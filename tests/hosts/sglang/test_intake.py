@@ -49,7 +49,11 @@ HOSTILE = {
     "sampling_seed": [2**63, -(2**63) - 1, 10**400, "7", 1.5],
     "stream_interval": [0, -1],
     "stop": [7, [7], HALF, ["a", HALF]],
-    "stop_regex": [7, "(a+)+$", "(.*)*x", "a?" * 60 + "a" * 60, "(a)\\1", "(", ["a", "\\s*\\s*x"]],
+    "stop_regex": [
+        *(7, "(a+)+$", "(.*)*x", "a?" * 60 + "a" * 60, "(a)\\1", "(", ["a", "\\s*\\s*x"]),
+        # what matches nothing is matched as often as it must be, and each time takes memory
+        *("(?:\\b){4000000000}", "(?:(?=a)){100000}", "(?:(?:\\b){900}){900}", ["[^x]*x"] * 100),
+    ],
     "regex": [7, HALF, "(" * 201 + ")" * 201, "\0", "a\0"],
     "ebnf": ["\0", "(" * 201, "".join(f"r{n} ::= r{n + 1}\n" for n in range(5000))],
     "json_schema": [
@@ -78,7 +82,7 @@ FIELDS = {
     "input_ids": [[-1], [3, -(2**70)]],
 }
 FINE = {
-    "stop_regex": ["a", ["\\n+", "\\d{1,8}\\.\\d{1,8}", "(Human|User):"], None],
+    "stop_regex": ["a", ["\\n+", "\\d{1,8}\\.\\d{1,8}", "(Human|User):"], "(?:\\b){2}", None],
     "json_schema": [
         *('{"type": "object", "properties": {"a": {"type": "string"}}}', "$$ANY$$", "true", None),
         *(json.dumps({"enum": ["]}", "a\nb", "(:"] * 300}), '{"title": "a\tb"}', chained(200)),

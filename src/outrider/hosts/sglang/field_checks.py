@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from outrider.hosts.sglang.grammar_checks import fault, fault_of_json
-from outrider.hosts.sglang.patterns import is_quick
+from outrider.hosts.sglang.patterns import are_quick
 
 MAX_REAL = 3.4028234e38
 """The largest number of 32 bits."""
@@ -61,7 +61,7 @@ def patterns(value: Any) -> str | None:
     if (wanted := texts(value)) is not None:
         return wanted
     try:
-        quick = all(map(is_quick, value if isinstance(value, list) else [value]))
+        quick = are_quick(value if isinstance(value, list) else [value])
     except ValueError:
         return "a regular expression, or a list of them"
     return None if quick else r"of few repeats with bounds, as `\s{0,8}`: others take too long"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -22,14 +24,24 @@ LONGEST = 256
 """Characters that a pattern may have: as many bytes as SGLang 0.5.23 takes."""
 
 
+def are_quick(patterns: Iterable[str]) -> bool:
+    """Return whether patterns can be looked for in every step. Raises ValueError if one is none."""
+    return TEXT * sum(map(_ways_in, patterns)) <= MOST_WAYS
+
+
 def is_quick(pattern: str) -> bool:
-    """Return whether a pattern can be looked for in every step. Raises ValueError if it is none.
+    """Return whether a pattern can be looked for in every step. Raises ValueError if it is none."""
+    return are_quick([pattern])
+
+
+def _ways_in(pattern: str) -> float:
+    """Return a bound on the ways to match a pattern from one place. Raises ValueError.
 
     Python tries every way to match, one after the other: `(a+)+$` takes twice as long for each
     further `a`.
     """
     if len(pattern) > LONGEST:
-        return False
+        return math.inf
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -37,7 +49,7 @@ def is_quick(pattern: str) -> bool:
             re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"it is no pattern ({error!s:.80})") from error
-    return TEXT * _ways(tree) <= MOST_WAYS
+    return _ways(tree)
 
 
 def _ways(tree: Any) -> float:
@@ -60,7 +72,10 @@ def _ways_of(kind: str, value: Any) -> float:
     if kind in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
         least, most, inner = value
         times, ways = min(int(most), TEXT), _ways(inner)
+        if inner.getwidth()[0] == 0 and int(least) > 1:
+            # nothing is matched as often as it must be, however often that is: `(?:\b){4000000000}`
+            return math.inf if ways > 1.0 else float(least)
         if ways == 1.0:
             return float(max(1, times - min(int(least), TEXT) + 1))
-        return float("inf") if times * len(bin(int(min(ways, 1e9)))) > 60 else ways ** (times + 1)
-    return float("inf")  # references to groups, and what later Pythons may add
+        return math.inf if times * len(bin(int(min(ways, 1e9)))) > 60 else ways ** (times + 1)
+    return math.inf  # references to groups, and what later Pythons may add
