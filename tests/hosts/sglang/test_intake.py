@@ -189,10 +189,17 @@ def test_calls_that_sglang_serves():
         {"rid": ["a", "b"], "sampling_params": [{"n": 2}, {"n": 2}], "logprob_start_len": [0, 1]},
         {"text": None, "input_ids": [1, 2], "top_logprobs_num": 2, "token_ids_logprob": [1, 2]},
         {"text": None, "input_ids": [[1], [2]], "token_ids_logprob": [[1], [2]]},
-        {"text": None, "input_embeds": [[0.5, 0.5]], "need_wait_for_mm_inputs": False},
+        {"text": "a", "need_wait_for_mm_inputs": False},
         dict.fromkeys(FLAGS, True),
     ):
         check_form(call(**fields))
+
+
+def test_embeddings_are_no_tokens():
+    """Beside a request with tokens, or of another type than the weights, they stop SGLang."""
+    for embeds in ([[0.5, 0.5]], [[[0.5]], [[0.5]]], [["a"]]):
+        with pytest.raises(ValueError, match="input_embeds must be left out"):
+            check_form(call(input_embeds=embeds))
 
 
 def test_one_value_is_no_list():

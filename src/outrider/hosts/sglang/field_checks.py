@@ -115,6 +115,15 @@ def nothing(value: Any) -> str | None:
     return None if value is False else "left out: it is the server's own"
 
 
+def tokens_only(value: Any) -> str | None:
+    """Check that a field that stands for tokens is not set: drafts come from tokens.
+
+    SGLang makes one tensor of the `input_embeds` of a batch, and its scheduler stops if their
+    types or sizes differ from the model's, or if another request of the batch has tokens.
+    """
+    return "left out: send the tokens themselves"
+
+
 def _is_unicode(value: str) -> bool:
     try:
         value.encode()

@@ -31,6 +31,7 @@ from outrider.hosts.sglang.field_checks import (
     tag,
     text,
     texts,
+    tokens_only,
     whole,
 )
 
@@ -119,7 +120,8 @@ ALONE: Mapping[str, Check] = {
     "custom_labels": mapping,
     "external_trace_header": mapping,
     # prompts and media, of which there may be lists of lists
-    **dict.fromkeys(("input_ids", "input_embeds", "token_ids_logprob"), anything),
+    **dict.fromkeys(("input_ids", "token_ids_logprob"), anything),
+    "input_embeds": tokens_only,
     **dict.fromkeys(("image_data", "video_data", "audio_data", "modalities"), anything),
     **dict.fromkeys(("mm_hashes", "mm_content_hashes", "video_config"), anything),
     **dict.fromkeys(("images_config", "mm_processor_kwargs", "watermark"), anything),
