@@ -103,6 +103,8 @@ def test_a_hostile_request_costs_itself_only(servers):
         fields = ", ".join(f'"{name}": {value}' for name, value in one.items())
         said = f'{{"text": "a", "return_logprob": true, {fields}}}'
         assert ours.post_text("/generate", said).status_code in (400, 422), one
+    for asked in ({"text": ""}, {"text": ["a", ""]}, {"input_embeds": [[0.5]]}):
+        assert ours.post("/generate", asked).status_code == 400, asked
     assert ours.ask("/generate", body(TEXTS[0]))["output_ids"] == expected
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from outrider.hosts.sglang.intake import (
     SAMPLING,
     check_form,
     check_labels,
+    check_prompt,
     check_request,
     refusing,
 )
@@ -129,6 +131,14 @@ def test_a_stop_token_is_looked_up_beside_min_new_tokens_only():
     check_request(asked({"stop_token_ids": [V]}), V)
     with pytest.raises(ValueError, match="stop_token_ids"):
         check_request(asked({"stop_token_ids": [V], "min_new_tokens": 1}), V)
+
+
+def test_a_prompt_without_tokens():
+    for tokens in (None, [0], array("q", [5])):
+        check_prompt(tokens)
+    for tokens in ([], array("q")):
+        with pytest.raises(ValueError, match="the prompt has no tokens"):
+            check_prompt(tokens)
 
 
 def test_parameters_that_are_no_mapping():

@@ -44,6 +44,7 @@ def validate_one_request(original: Callable[..., Any], self: Any, obj: Any, inpu
         return original(self, obj, input_ids)
     with _forgetting(self, obj), intake.refusing():
         intake.check_request(obj, self.model_config.vocab_size)
+        intake.check_prompt(input_ids)
         intake.check_labels(obj, args.tokenizer_metrics_allowed_custom_labels)
         return original(self, obj, input_ids)
 

@@ -239,6 +239,15 @@ def check_request(asked: Any, vocab_size: int) -> None:
         raise ValueError(f"input_ids: tokens must be in [0, {vocab_size - 1}]")
 
 
+def check_prompt(tokens: Any) -> None:
+    """Raise ValueError if a prompt has no tokens: the scheduler stops at a batch without any.
+
+    tokens: of the prompt; those of an empty text are none with tokenizers that begin with no token
+    """
+    if tokens is not None and not len(tokens):
+        raise ValueError("the prompt has no tokens")
+
+
 def check_labels(asked: Any, allowed: Iterable[str] | None) -> None:
     """Raise ValueError if a request has labels for metrics that the server was not started with."""
     for name, value in (asked.custom_labels or {}).items():
