@@ -105,6 +105,11 @@ def test_a_hostile_request_costs_itself_only(servers):
         assert ours.post_text("/generate", said).status_code in (400, 422), one
     for asked in ({"text": ""}, {"text": ["a", ""]}, {"input_embeds": [[0.5]]}):
         assert ours.post("/generate", asked).status_code == 400, asked
+    ours.post("/open_session", {"capacity_of_str_len": 999, "session_id": "s"})
+    for params, status in (({"id": "s"}, 200), ({"id": "s", "replace": True}, 400)):
+        asked = {**body(TEXTS[0]), "session_params": params}
+        assert ours.post("/generate", asked).status_code == status, params
+    ours.post("/close_session", {"session_id": "s"})
     assert ours.ask("/generate", body(TEXTS[0]))["output_ids"] == expected
 
 

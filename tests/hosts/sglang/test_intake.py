@@ -205,6 +205,12 @@ def test_calls_that_sglang_serves():
         check_form(call(**fields))
 
 
+def test_what_is_replaced_in_a_session_has_a_name():
+    check_form(call(text="a", session_params={"id": "s", "rid": "r", "replace": True}))
+    with pytest.raises(ValueError, match="replace: name the request"):
+        check_form(call(text="a", session_params={"id": "s", "replace": True}))
+
+
 def test_embeddings_are_no_tokens():
     """Beside a request with tokens, or of another type than the weights, they stop SGLang."""
     for embeds in ([[0.5, 0.5]], [[[0.5]], [[0.5]]], [["a"]]):

@@ -189,6 +189,11 @@ def check_form(asked: Any) -> None:
     _check_answers(asked.sampling_params, count)
     if asked.session_params is not None:
         _check_names(SESSION, asked.session_params, "session_params.")
+        # the scheduler would stop: it drops all requests of the session while it goes over them
+        if asked.session_params.get("replace") and asked.session_params.get("rid") is None:
+            raise ValueError(
+                "session_params.replace: name the request that is replaced, by its rid"
+            )
 
 
 def _prompts(asked: Any) -> int | None:
