@@ -76,6 +76,7 @@ HOSTILE = [
     *({"top_k": str(10**30)}, {"sampling_seed": str(2**64)}, {"max_new_tokens": str(2**40)}),
     *({"logit_bias": '{"5": 1e999}'}, {"logit_bias": '{"5": "x"}'}, {"logit_bias": '{"-5": 1}'}),
     *({"stop_token_ids": f"[{2**70}]"}, {"stop": "[7]"}, {"regex": "7"}, {"n": str(10**9)}),
+    *({"repetition_penalty": "1e-45"}, {"logit_bias": '{"5": 3e38}', "top_k": "3", "top_p": "0.5"}),
     {"min_new_tokens": "3", "stop_token_ids": "[99999]"},
     {"min_new_tokens": str(2**31), "max_new_tokens": str(2**32)},
     {"custom_params": '{"a": ' * 200 + "1" + "}" * 200},

@@ -44,7 +44,7 @@ HOSTILE = {
     "min_p": [float("inf"), -0.1],
     "top_k": [2**31, -2, 1.5, "5", 10**400],
     "frequency_penalty": [float("nan"), 1e39, "0"],
-    "repetition_penalty": [float("inf"), -1, {}],
+    "repetition_penalty": [float("inf"), -1, {}, 0, 1e-45],
     "max_new_tokens": [-1, 2**31, 1.5, 20.0, "9", float("nan"), float("inf")],
     "min_new_tokens": [2**31, -1],
     "n": [0, 10**9, 2.5],
@@ -73,7 +73,7 @@ HOSTILE = {
     "skip_special_tokens": [{}, "yes", 1],
     "custom_params": [[1], "x"],
     "stop_token_ids": [[2**63], 7, ["a"], [1.5]],
-    "logit_bias": [{"5": float("nan")}, {"5": 1e39}, {"5": "x"}, {"-1": 1.0}, {"100": 1.0}, [1]],
+    "logit_bias": [{"5": float("nan")}, {"5": 3e38}, {"5": "x"}, {"-1": 1.0}, {"100": 1.0}, [1]],
 }
 FIELDS = {
     "logprob_start_len": [-2, 2**31, "0"],

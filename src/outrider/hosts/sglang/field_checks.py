@@ -11,6 +11,12 @@ from outrider.hosts.sglang.patterns import are_quick
 MAX_REAL = 3.4028234e38
 """The largest number of 32 bits."""
 
+MAX_BIAS = 1e10
+"""The largest bias: what it makes of a logit stays a number when a temperature divides it."""
+
+MIN_PENALTY = 1e-10
+"""The least repetition penalty, which divides logits, too."""
+
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 
 MAX_STOPS = 1024

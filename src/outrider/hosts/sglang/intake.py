@@ -17,6 +17,8 @@ from typing import Any
 from outrider.hosts.sglang.field_checks import (
     INT32,
     INT64,
+    MAX_BIAS,
+    MIN_PENALTY,
     Check,
     anything,
     flag,
@@ -48,7 +50,7 @@ SAMPLING: Mapping[str, Check] = {
     "top_k": whole(-1, INT32),
     "frequency_penalty": real(),
     "presence_penalty": real(),
-    "repetition_penalty": real(0.0),
+    "repetition_penalty": real(MIN_PENALTY),
     "max_new_tokens": whole(0, INT32),
     "min_new_tokens": whole(0, INT32),
     "n": whole(1, MAX_ANSWERS),
@@ -296,7 +298,7 @@ def _check_bias(bias: Any, vocab_size: int) -> None:
         # -inf forbids a token
         if value == -math.inf:
             continue
-        if (wanted := real()(value)) is not None:
+        if (wanted := real(-MAX_BIAS, MAX_BIAS)(value)) is not None:
             raise ValueError(f"sampling_params.logit_bias of {shown(name)} must be {wanted}")
     if any(not _is_token(name, vocab_size) for name in bias):
         raise ValueError(f"sampling_params.logit_bias: tokens must be in [0, {vocab_size - 1}]")
