@@ -106,6 +106,11 @@ def test_a_hostile_request_costs_itself_only(servers):
         assert ours.post_text("/generate", said).status_code in (400, 422), one
     for asked in ({"text": ""}, {"text": ["a", ""]}, {"input_embeds": [[0.5]]}):
         assert ours.post("/generate", asked).status_code == 400, asked
+    for params in ({"regex": "a", "min_new_tokens": 5}, {"stop_token_ids": [*range(512)]}):
+        params = {"temperature": 0.7, "min_new_tokens": 2, "max_new_tokens": 8, **params}
+        # all tokens are forbidden; SGLang ends what its grammar does not take
+        asked = {"text": "a", "sampling_params": params}
+        assert ours.post("/generate", asked).status_code in (200, 400), params
     ours.post("/open_session", {"capacity_of_str_len": 999, "session_id": "s"})
     for params, status in (({"id": "s"}, 200), ({"id": "s", "replace": True}, 400)):
         asked = {**body(TEXTS[0]), "session_params": params}

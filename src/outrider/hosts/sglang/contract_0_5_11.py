@@ -57,6 +57,7 @@ HOOKS: dict[str, str] = {
         "self key require_reasoning"
     ),
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
+    "layers.sampler.Sampler._preprocess_logits": "self logits sampling_info",
     "utils.common.support_triton": "backend",
     "model_executor.cuda_graph_runner.CudaGraphRunner.can_run": "self forward_batch",
     "model_executor.model_runner.ModelRunner.init_aux_hidden_state_capture": "self",

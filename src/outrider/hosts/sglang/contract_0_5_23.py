@@ -54,6 +54,7 @@ HOOKS: dict[str, str] = {
     ),
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": "self logits vocab_mask",
     "model_executor.runner.eager_runner.get_eager_max_batch_size": "max_batch_size",
+    "layers.sampler.Sampler._preprocess_logits": "self logits sampling_info",
     "utils.common.support_triton": "backend",
     "arg_groups.speculative_hook._resolve_speculative_algorithm_alias": (
         "speculative_algorithm speculative_draft_model_path trust_remote_code kwargs"

@@ -168,6 +168,18 @@ def compile_grammar(original: Callable[..., Any], self: Any, key: Any, *args: An
         return InvalidGrammarObject(shown(f"{type(error).__name__}: {error}"))
 
 
+def preprocess_logits(original: Callable[..., Any], self: Any, logits: Any, info: Any) -> Any:
+    """Let a row whose tokens are all forbidden have token 0, as greedy sampling gives.
+
+    A grammar at its end allows the end alone, which `min_new_tokens` forbids. What is not greedy
+    would raise, and stop the scheduler.
+    """
+    found = original(self, logits, info)
+    if chosen_args() is not None and not info.is_all_greedy:
+        found[:, 0].masked_fill_(found.amax(-1) == -torch.inf, 0.0)
+    return found
+
+
 def support_triton(original: Callable[..., Any], backend: str) -> Any:
     """Say no for our own backend on CPU."""
     args = host().current_arguments()
@@ -276,5 +288,6 @@ COMMON: dict[str, Hook] = {
         "AROUND",
     ),
     "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask": (apply_vocab_mask, "AROUND"),
+    "layers.sampler.Sampler._preprocess_logits": (preprocess_logits, "AROUND"),
     "utils.common.support_triton": (support_triton, "AROUND"),
 }
