@@ -177,7 +177,7 @@ FIELDS: dict[str, str] = {
         "temperatures is_all_greedy need_top_p_sampling need_top_k_sampling need_min_p_sampling "
         "grammars penalizer_orchestrator has_custom_logit_processor custom_logit_processor "
         "custom_params "
-        "sampling_seed acc_additive_penalties acc_scaling_penalties"
+        "sampling_seed acc_additive_penalties acc_scaling_penalties logit_bias"
     ),
     "managers.schedule_batch.ScheduleBatch": (
         "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache forward_mode sampling_info "

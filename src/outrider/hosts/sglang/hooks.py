@@ -175,9 +175,21 @@ def preprocess_logits(original: Callable[..., Any], self: Any, logits: Any, info
     would raise, and stop the scheduler.
     """
     found = original(self, logits, info)
-    if chosen_args() is not None and not info.is_all_greedy:
+    if not info.is_all_greedy and _may_forbid(info) and chosen_args() is not None:
         found[:, 0].masked_fill_(found.amax(-1) == -torch.inf, 0.0)
     return found
+
+
+def _may_forbid(info: Any) -> bool:
+    """Say whether sampling parameters of a batch may forbid tokens: few do."""
+    penalties = info.penalizer_orchestrator
+    return bool(
+        info.grammars
+        or info.has_custom_logit_processor
+        or info.logit_bias is not None
+        or info.acc_additive_penalties is not None
+        or (penalties is not None and penalties.is_required)
+    )
 
 
 def support_triton(original: Callable[..., Any], backend: str) -> Any:
