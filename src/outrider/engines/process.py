@@ -55,9 +55,8 @@ def serving(
         with child(command, environment, **options) as process:
             copying = Thread(target=_copy, args=(process.stdout, out), daemon=True)
             copying.start()
-            url = f"http://127.0.0.1:{port}"
-            _wait(url, process, log, limit, copying)
-            yield url
+            _wait(port, process, log, limit, copying)
+            yield _address(port)
     finally:
         if copying is not None:
             copying.join(WRITTEN)
@@ -120,10 +119,14 @@ def _free_port() -> int:
     raise Unsupported("no free port", fix="end a server, or name a running one")
 
 
+def _address(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
 def _wait(
-    url: str, process: subprocess.Popen[bytes], log: Path, limit: float, copying: Thread
+    port: int, process: subprocess.Popen[bytes], log: Path, limit: float, copying: Thread
 ) -> None:
-    client, deadline = Client(url), time.monotonic() + limit
+    client, deadline = Client(_address(port)), time.monotonic() + limit
     while time.monotonic() < deadline:
         if (code := process.poll()) is not None:
             copying.join(WRITTEN)
@@ -131,11 +134,33 @@ def _wait(
             # argparse's code and ours: an option or the profile cannot be understood
             kind = UsageError if code == 2 else Unsupported
             raise kind(f"the server did not start: {why}", fix=f"all of it is in {log}")
+        _check_listener(port)
         with suppress(Unsupported):
             if client.ask("/health", limits=Limits(seconds=5.0)).status == 200:
                 return
         time.sleep(0.5)
     raise Unsupported(f"no answer from the server in {limit:.0f} s", fix=f"look into {log}")
+
+
+def _check_listener(port: int) -> None:
+    """Raise UsageError if another user listens at a port of this machine.
+
+    He took it between our choice and the server's start. He would be asked our prompts, with our
+    key. Where there is no such file as on Linux nothing is known.
+    """
+    for file in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        with suppress(OSError):
+            found = {user for number, user in listeners(file.read_text()) if number == port}
+            if not found <= {0, os.geteuid()}:
+                raise UsageError(f"another user listens at port {port}", fix="run it again")
+
+
+def listeners(table: str) -> Iterator[tuple[int, int]]:
+    """Yield the port and the user of each listening socket in a table as of /proc/net/tcp."""
+    for line in table.splitlines()[1:]:
+        _, local, _, state, _, _, _, user, *_ = line.split()
+        if state == "0A":
+            yield int(local.rpartition(":")[2], 16), int(user)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
