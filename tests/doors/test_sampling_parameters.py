@@ -22,7 +22,7 @@ from outrider.hosts.sglang.intake import (
     check_form,
     check_request,
 )
-from outrider.hosts.sglang.patterns import is_quick
+from outrider.hosts.sglang.patterns import are_quick, check_patterns
 
 V = 100
 PARAMS = {
@@ -130,6 +130,15 @@ def test_a_pattern_that_is_let_through_is_found_in_time(pattern):
     import re
 
     with refusal(ValueError):
-        if is_quick(pattern):
+        if are_quick([pattern]):
             for text in ("a" * 3000 + "!", "ab" * 1500 + "\n"):
                 re.search(pattern, text)
+
+
+def test_a_pattern_is_looked_for_in_the_whole_answer():
+    """`[^x]*x` is tried from each of its places."""
+    for patterns, most in ((["[^x]*x"], 2048), ([r"\s{0,8}!"] * 4, 1 << 17), ([], 1 << 17)):
+        check_patterns(patterns, most)
+    for patterns, most in ((["[^x]*x"], 4096), (["[^x]*x"] * 4, 2048)):
+        with pytest.raises(ValueError, match="set a smaller max_new_tokens"):
+            check_patterns(patterns, most)

@@ -10,6 +10,7 @@ from typing import Any
 from outrider.hosts.sglang import bodies, intake
 from outrider.hosts.sglang.hooks import Hook, chosen_args
 from outrider.hosts.sglang.host import host
+from outrider.hosts.sglang.patterns import check_patterns
 from outrider.hosts.sglang.profile import load_profile, request_options
 
 
@@ -57,6 +58,10 @@ def create_tokenized_object(
         return original(self, obj, *args, **kwargs)
     with _forgetting(self, obj), intake.refusing():
         made = original(self, obj, *args, **kwargs)
+        params, most = made.sampling_params, self.model_config.context_len
+        if params.max_new_tokens is not None:
+            most = min(most, params.max_new_tokens)
+        check_patterns(params.stop_regex_strs, most)
         host().check_sent(made)
         return made
 
