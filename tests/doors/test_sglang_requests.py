@@ -146,7 +146,10 @@ RAW = (
     | texts().map(dumps)
     | nested()
 )
-PATTERNS = ("(a+)+$", "(.*)*x", "(", "[", "a{1,99999}", "(?P<a>b)(?P=a)", "{" * 5000, "(" * 5000)
+PATTERNS = (
+    *("(a+)+$", "(.*)*x", "(", "[", "a{1,99999}", "(?P<a>b)(?P=a)", "{" * 5000, "(" * 5000),
+    *("\0", r"(?:\b){4000000000}", '"]"' * 600 + '"["' * 600),
+)
 
 
 def members(names, usual):
@@ -177,13 +180,26 @@ def sampling():
     options = written(OPTIONS).map(lambda text: f'{{"outrider": {text}}}')
     plain = members(names("sampling"), usual)
     ours = options.map(lambda raw: f'{{"max_new_tokens": 8, "custom_params": {raw}}}')
-    return plain | plain | ours
+    return plain | plain | ours | st.lists(RIGHT, min_size=2, max_size=4).map(together)
+
+
+RIGHT = st.sampled_from((
+    {"regex": "a"}, {"json_schema": '{"type": "object"}'}, {"min_new_tokens": 5},
+    {"stop_token_ids": [*range(512)]}, {"logit_bias": {str(token): -1e9 for token in range(512)}},
+    {"temperature": 1e-6}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 1e-6}, {"top_k": 1},
+    {"repetition_penalty": 1e-9}, {"presence_penalty": 1e9}, {"logit_bias": {"5": 1e9}},
+))  # fmt: skip
+"""Parameters that are served, each alone."""
+
+
+def together(params):
+    return json.dumps({"max_new_tokens": 8} | {k: v for one in params for k, v in one.items()})
 
 
 @st.composite
 def calls(draw):
     """Bodies of /generate: hostile sampling parameters, fields, or both; one prompt or two."""
-    prompt = draw(st.sampled_from((TEXT, TEXT, [TEXT, "a"], [TEXT])))
+    prompt = draw(st.sampled_from((TEXT, TEXT, [TEXT, "a"], [TEXT], "")))
     params = draw(sampling() | st.just('{"max_new_tokens": 8}'))
     usual = {"text": prompt, "return_logprob": draw(st.booleans())}
     if draw(st.booleans()):
