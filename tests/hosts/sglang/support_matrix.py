@@ -136,10 +136,25 @@ REQUESTS = {
     ),
     "a list that is not as long as the list of prompts, a field of another type": "the same",
     "`n` above 4,096, or more than 65,536 answers to one call": "each has a place in the queue",
-    "`stop_regex` with repeats within repeats, or several without bounds": (
+    "`stop_regex` with repeats within repeats, several without bounds, or one in a long answer": (
         "Python tries every way to match, after every step; bound the repeats: `\\s{0,8}`"
     ),
-    "a grammar with more than 200 brackets within each other": "its compiler recurses",
+    "a grammar with more than 200 brackets within each other, or more than 4,000 levels by way of "
+    "its definitions or rules": "its compiler recurses",
+    "a grammar with a null character": "SGLang 0.5.11's compiler ends the process at some",
+    "a value of more than 32 lists and mappings within each other": (
+        "what sends it to the scheduler recurses"
+    ),
+    "a `logit_bias` beyond 1e10, a `repetition_penalty` below 1e-10": (
+        "a temperature makes infinities of them, and the sampler raises"
+    ),
+    "a prompt without tokens: an empty text, where the tokenizer begins with no token of its own": (
+        "the scheduler would stop at it"
+    ),
+    "`session_params` with `replace` and no `rid`": "the scheduler would stop at it",
+    "`input_embeds`": (
+        "drafts come from tokens; beside a request with tokens they stop SGLang's scheduler"
+    ),
     "`custom_labels` that the server was not started with": "the metrics would raise",
     "`lora_id`, `http_worker_ipc`, `encoder_urls` and others that SGLang sets itself": (
         "they steer what is between its processes"
