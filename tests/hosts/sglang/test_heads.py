@@ -93,7 +93,9 @@ def test_the_answers_are_those_of_bare_sglang(launch, deterministic, tmp_path, r
     phases = parity.seeded_phases("stories260k", 60, 32, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_seeded(bare, ours, phases, (4, 16), drafters)
-        parity.check_traffic(ours, drafters=["eagle3", "tree", "wide", "dflash"])
+        # where there is little room heads take few drafts: too few here for a retraction, which
+        # test_parity.py meets
+        parity.check_traffic(ours, False, drafters=["eagle3", "tree", "wide", "dflash"])
         assert not parity.faults(ours)
     comparison.conclude(0.0)
     record_property("tokens compared", comparison.tokens)
