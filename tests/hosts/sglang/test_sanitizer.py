@@ -27,10 +27,16 @@ ASKED = ("ngram", "suffix", "eagle3", "device")
 MAX_REQUESTS, MAX_AT_ONCE = 300, 8
 """Requests in which a fault must be found, and how many are asked at once."""
 
-FAULTS = ["claimed", "rejected", "session", "given back", "given twice", "shifted", "stale"]
+FAULTS = [
+    *("claimed", "rejected", "session", "given back", "given twice", "shifted", "stale"),
+    "miscounted",
+]
 """Those of `outrider_planted`."""
 
-QUICK = ("claimed", "stale")
+ON_DEVICE = ("stale", "miscounted")
+"""They need drafts of a head on the device: nobody else may draft in the batch."""
+
+QUICK = ("claimed", "stale", "miscounted")
 """The others are planted before a release."""
 
 
@@ -58,8 +64,7 @@ def ask(server, fault, count, at_once=MAX_AT_ONCE, is_bare=False):
     counted = Counted(server)
 
     def talk(seed):
-        # a head drafts on the device if nobody else drafts in the batch
-        drafter = "eagle3" if fault == "stale" else ASKED[seed % len(ASKED)]
+        drafter = "eagle3" if fault in ON_DEVICE else ASKED[seed % len(ASKED)]
         options = None if is_bare else {"drafter": drafter}
         if seed % 3 < 2:
             conversations.converse(counted, texts, seed, options)

@@ -7,6 +7,7 @@ slots that it writes (`shadow`). Before that it is checked that
   table has for its position;
 * what enters the prefix cache is the text of its key;
 * a slot is given out only when it is free, and freed only when it is not;
+* where the device computes how many tokens of a request are cached, the CPU settles the same;
 * a draft model or a head reads its request's text, too. Where it has read nothing, or where the
   text comes from another request, its drafts are poor, and nothing else: that is not checked.
 
@@ -119,6 +120,7 @@ class Sanitizer:
             f"{ours}draft_model.SglangDraftModel._forward": (self._draft_pass, "BEFORE"),
             f"{ours}slot_heads.SglangHead.read": (self._head_pass, "BEFORE"),
             f"{ours}slot_heads.UnrolledHead.read": (self._unrolled_pass, "BEFORE"),
+            f"{ours}worker.OutriderWorker._settle_next": (_check_lengths, "AFTER"),
         }
 
     def _target_pass(self, worker: Any, batch: Any, *args: Any, **options: Any) -> None:
@@ -330,6 +332,22 @@ class Sanitizer:
             allocator._release_page_ids = releasing(allocator._release_page_ids)
         else:
             allocator.free = taking(allocator.free)
+
+
+def _check_lengths(flight: Any, worker: Any) -> None:
+    """Check a settled step: the device accepted what the CPU did. flight: None for a prefill"""
+    draft = None if flight is None else flight.result.next_draft_input
+    if draft is None or not (draft.is_current or draft.on_device):
+        return  # after drafts of the CPU's the device is told
+    on_device = ints(draft.new_seq_lens)[flight.members].tolist()
+    for request, length in zip(flight.requests, on_device, strict=True):
+        # of who has ended the device may keep more
+        if request.finish_reason is None and length != request.length - 1:
+            with stopping():
+                raise Violation(
+                    f"the device has {length} tokens of request {request.req.rid} cached, and the "
+                    f"CPU {request.length - 1}"
+                )
 
 
 def _check_algorithm(server_args: Any) -> None:

@@ -634,8 +634,11 @@ class OutriderWorker:
 
     # -- what a step has emitted
 
-    def _settle_next(self) -> None:
-        """Read what the oldest step in flight emitted, decide, and tell the drafters."""
+    def _settle_next(self) -> Flight | None:
+        """Read what the oldest step in flight emitted, decide, and tell the drafters.
+
+        Returns the step; None if it was a prefill.
+        """
         flight = self._flights.popleft()
         if isinstance(flight, Reading):
             flight.result.copy_done.synchronize()
@@ -643,11 +646,11 @@ class OutriderWorker:
             self._first = {rid: f for rid, f in self._first.items() if not f[2].finished()}
             for req, length, token in zip(flight.reqs, flight.lengths, tokens, strict=True):
                 self._first[req.rid] = length, token, req
-            return
+            return None
         flight.drop_ended()
         if not flight.requests:
             flight.outcomes = Outcomes.of(())
-            return
+            return flight
         clock = flight.clock
         if self._step_ended is not None:
             clock.begin(self._step_ended)
@@ -681,6 +684,7 @@ class OutriderWorker:
         if self._later is not None:
             self._later()
         self._later = partial(self._count, flight)
+        return flight
 
     def _kept(
         self, flight: Flight, requests: Sequence[LiveRequest], tokens: Ints, counts: Ints

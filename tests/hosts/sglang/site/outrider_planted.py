@@ -103,6 +103,20 @@ def stale():
     return rows
 
 
+def miscounted():
+    """Now and then the device forgets the last token that it accepted."""
+    calls = itertools.count()
+
+    def accept(found, *args):
+        lens, told = found
+        if next(calls) % 10 == 9:
+            lens = lens.clone()
+            lens[0] -= 1
+        return lens, told
+
+    return accept
+
+
 PLANTED = {
     "claimed": {OURS + "worker.OutriderWorker._tell": (claimed, "AFTER")},
     "rejected": {OURS + "rows.StepRows.of": (rejected(), "AFTER")},
@@ -120,6 +134,7 @@ PLANTED = {
     },
     "shifted": {OURS + "rows.StepRows.of": (shifted(), "AFTER")},
     "stale": {OURS + "head_steps.unread_rows": (stale(), "AFTER")},
+    "miscounted": {OURS + "on_device.accept": (miscounted(), "AFTER")},
 }
 
 
