@@ -26,6 +26,10 @@ TIGHT = [
     *("--max-total-tokens", "340", "--max-running-requests", "12"),
     *("--schedule-conservativeness", "0.05", "--chunked-prefill-size", "48", "--enable-metrics"),
 ]
+RETRACTING = {"OUTRIDER_TEST_RETRACT": "40"}
+"""With it, SGLang retracts requests every 40 passes: where there is little room drafts are cut
+first, so a pool that is small is seldom too small."""
+
 CROWD = [
     *COMMON,
     *("--max-total-tokens", "700", "--max-running-requests", "64"),
@@ -215,8 +219,8 @@ def check_traffic(server, retracts=True, drafters=()):
     drafted = counters["outrider:draft_tokens_total"]
     accepted = counters["outrider:accepted_draft_tokens_total"]
     assert 0 < accepted < drafted
-    met = "Retract requests" in server.log.read_text()
-    assert met or not retracts, "the cache was not small enough"
+    met = re.search("#retracted_reqs: [1-9]", server.log.read_text())
+    assert met or not retracts, "nothing was retracted"
 
 
 def faults(server):

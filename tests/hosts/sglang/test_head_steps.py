@@ -111,7 +111,7 @@ def test_the_answers_are_those_of_bare_sglang(
         "adaptive": {},
     }
     environment = parity.profile(tmp_path, drafters, max_drafts=5)
-    environment["OUTRIDER_TEST_FAULT"] = fault
+    environment |= parity.RETRACTING | {"OUTRIDER_TEST_FAULT": fault}
     mode = [*parity.DETERMINISTIC, "--speculative-draft-model-path", str(HEAD)]
     bare = deterministic("head-steps", TARGET)
     ours = launch("head-steps", TARGET, *parity.TIGHT, *parity.OUTRIDER, *mode, **environment)

@@ -32,6 +32,30 @@ PARALLEL = {
 }
 
 
+def first_difference(orders):
+    """Return where ranks differ in the order of their collective calls; None if they do not.
+
+    What some have not come to yet is no difference.
+    """
+    calls = zip(*orders, strict=False)
+    return next((n for n, same in enumerate(calls) if len(set(same)) > 1), None)
+
+
+def check_collectives(folder):
+    """All ranks of a server must have made the same collective calls in the same order."""
+    # a rank may be writing its last line
+    orders = [file.read_text().splitlines()[:-1] for file in sorted(folder.iterdir())]
+    assert len(orders) == 2
+    assert min(map(len, orders)) > 1000
+    assert first_difference(orders) is None
+
+
+def test_a_call_out_of_order_is_found():
+    calls = ["broadcast [2]", "all_reduce [1]", "broadcast [2]"]
+    assert first_difference([calls, calls[:2]]) is None
+    assert first_difference([calls, [calls[0], calls[2], calls[1]]]) == 1
+
+
 @pytest.fixture(scope="module")
 def start(launch, model_dir, noisy, tmp_path_factory):
     """Return a function that returns the server of a kind, with all drafters."""
@@ -78,14 +102,23 @@ def test_two_ranks(kind, start):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(launch, model_dir, noisy, profile):
-    """Return a function that starts a server of two ranks, as this environment says."""
+def two_ranks(launch, model_dir, noisy, profile, tmp_path_factory):
+    """Return a function that starts a server of two ranks, and where their calls are noted.
+
+    It takes the server's name and environment.
+    """
     model = model_dir("stories260k")
     flags, cores = PARALLEL["tp"]
     flags = [*FLAGS, *flags, "--speculative-draft-model-path", str(noisy(model))]
     # with the KV sanitizer control is not calibrated
     cores = cores | profile(drafter="adaptive", sanitize=False)
-    return lambda name, **environment: launch(name, model, *flags, **cores, **environment)
+
+    def begin(name, **environment):
+        folder = tmp_path_factory.mktemp(name)
+        environment |= cores | {"OUTRIDER_TEST_COLLECTIVES": str(folder)}
+        return launch(name, model, *flags, **environment), folder
+
+    return begin
 
 
 def ask_greedy(server, **wishes):
@@ -125,12 +158,17 @@ def test_rank_0_has_the_head(launch):
 
 @pytest.mark.parametrize("what", ["raising", "perturbed"])
 def test_rank_1_alone_misbehaves(what, two_ranks, plain):
-    """Its passes of the draft model raise, or its sampler emits other tokens: nobody hangs."""
-    with two_ranks(f"tp-{what}", OUTRIDER_TEST_RANK_1=what) as server:
+    """Its passes of the draft model raise, or its sampler emits other tokens: nobody hangs.
+
+    Nor does a rank make another collective call than the other, at any time.
+    """
+    server, calls = two_ranks(f"tp-{what}", OUTRIDER_TEST_RANK_1=what)
+    with server:
         asked = [ask_greedy(server, drafter=drafter) for drafter in ("adaptive", "model", "model")]
         server.settle_down()
         log = server.log.read_text()
         metrics = server.metrics()
+        check_collectives(calls)
     assert [ids for ids, _ in asked] == [plain] * 3
     assert asked[-1][1] > 0
     if what == "raising":

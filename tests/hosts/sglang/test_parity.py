@@ -40,8 +40,9 @@ def test_greedy_as_stock_sglang(name, count, max_new, model_dir, launch, profile
     model = model_dir(name)
     bare = launch(f"{name}-stock", model, *parity.BARE, *parity.STOCK, SGLANG_PLUGINS="none")
     flags = [*parity.TIGHT, *parity.STOCK, *parity.OUTRIDER]
-    plain = sglang.__version__ != "0.5.11"
-    ours = launch(f"{name}-ngram", model, *flags, plain=plain, **profile(drafter="ngram"))
+    plain, environment = sglang.__version__ != "0.5.11", profile(drafter="ngram")
+    environment |= parity.RETRACTING
+    ours = launch(f"{name}-ngram", model, *flags, plain=plain, **environment)
     wishes = workload.make(workload.greedy(name), count, 1, max_new, no_repeat_processor())
     with bare, ours:
         comparison = parity.compare_greedy(bare, ours, wishes)
@@ -65,7 +66,7 @@ def test_seeded_as_deterministic_sglang(
     """Bare SGLang in its deterministic mode against OUTRIDER with every drafter, bit for bit."""
     model = model_dir(name)
     draft = ["--speculative-draft-model-path", str(noisy(model)), "--speculative-num-steps", "4"]
-    environment = parity.profile(tmp_path)
+    environment = parity.profile(tmp_path) | parity.RETRACTING
     mode = parity.DETERMINISTIC
     bare = launch(f"{name}-deterministic", model, *parity.BARE, *mode)
     flags = [*parity.TIGHT, *mode, *parity.OUTRIDER, *draft]

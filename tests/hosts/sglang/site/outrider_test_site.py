@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import itertools
 import os
@@ -241,6 +242,49 @@ def register_rank_faults():
     else:
         target = "sglang.srt.layers.sampler.Sampler.forward"
         HookRegistry.register(target, sample, HookType.AROUND)
+
+
+def register_retractions():
+    """Let SGLang retract requests every so many passes, as $OUTRIDER_TEST_RETRACT says.
+
+    A switch of SGLang's, which it reads as it is imported: our servers are forked after that.
+    """
+    every = os.environ.get("OUTRIDER_TEST_RETRACT")
+    if not every:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def begin(scheduler, *args, **options):
+        module = sys.modules[type(scheduler).__module__]
+        module.TEST_RETRACT, module.TEST_RETRACT_INTERVAL = True, int(every)
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.__init__", begin, HookType.BEFORE
+    )
+
+
+COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "reduce_scatter")
+
+
+def register_collectives():
+    """Append each collective call of a rank to a file of its own in $OUTRIDER_TEST_COLLECTIVES."""
+    folder = os.environ.get("OUTRIDER_TEST_COLLECTIVES")
+    if not folder:
+        return
+
+    def logged(name, original):
+        @functools.wraps(original)
+        def call(tensor, *args, **options):
+            group, first = options.get("group"), tensor[0] if isinstance(tensor, list) else tensor
+            if torch.distributed.get_world_size(group) > 1:
+                with Path(folder, f"rank-{torch.distributed.get_rank()}").open("a") as log:
+                    log.write(f"{name} {[*first.shape]} {first.dtype}\n")
+            return original(tensor, *args, **options)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(torch.distributed, name, logged(name, getattr(torch.distributed, name)))
 
 
 def register_rules():
