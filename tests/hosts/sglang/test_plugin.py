@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pydoc
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +38,47 @@ def test_contract_holds_and_all_hooks_are_laid():
     assert hooks.keys() == host().contract.HOOKS.keys()
     plugin.check_contract()
     plugin.check_hooks()
+
+
+def misnamed(hook, kind, original):
+    """Return the parameters of a function that its hook does not take by the same names."""
+    taken = [*inspect.signature(hook).parameters.values()][kind != "BEFORE" :]
+    theirs = [*inspect.signature(original).parameters]
+    named = [p.name for p in taken if p.kind == p.POSITIONAL_OR_KEYWORD]
+    wrong = [name for name, ours in zip(theirs, named, strict=False) if name != ours]
+    rest = {p.kind for p in taken} & {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    }
+    return wrong + (theirs[len(named) :] if len(rest) < 2 else [])
+
+
+def test_hooks_take_what_they_wrap_by_name():
+    """SGLang passes some arguments by name, in bare servers too."""
+    wrong = {}
+    for name, (hook, kind) in (host().hooks() | host().front_hooks()).items():
+        original = pydoc.locate(contract.hook_target(name))
+        assert original is not None, name
+        if kind != "REPLACE" and (found := misnamed(hook, kind, original)):
+            wrong[name] = found
+    # a class method, which hooks are given without its class's place
+    wrong.pop("speculative.spec_info.SpeculativeAlgorithm.from_string", None)
+    assert not wrong
+
+
+def test_twin_other_names_are_found():
+    def original(self, logits, sampling_info):
+        pass
+
+    def renamed(original, self, logits, info):
+        pass
+
+    def short(result, self, *args):
+        pass
+
+    assert misnamed(renamed, "AROUND", original) == ["sampling_info"]
+    assert misnamed(short, "AFTER", original) == ["logits", "sampling_info"]
+    assert misnamed(lambda self, *args, **kwargs: None, "BEFORE", original) == []
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,10 @@ def test_answers_and_passes(launch, model_dir, tmp_path, setting, drafter, first
 
         plain = answers(3, custom_params={"outrider": {"max_drafts": 0}})
         assert passes.read_text() == f"{first}\n"
-        assert answers(1) == answers(3) == plain
+        for _ in range(5):
+            assert answers(1) == answers(3) == plain
+            if len(passes.read_text()) > len(first) + 1:
+                break  # control drafts when it is worth it, on a busy machine later
         log = server.log.read_text()
     rows = [int(line) for line in passes.read_text().split()[bool(first) :]]
     assert rows, "TARGET_VERIFY never ran"

@@ -46,10 +46,10 @@ def attention_backend(runner: Any) -> Any:
     return attention.attention_backend(runner)
 
 
-def compute_cell_size(original: Callable[..., Any], self: Any, runner: Any, layers: int) -> Any:
+def compute_cell_size(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Add the draft model's and heads' shares to what a token takes in the cache."""
-    size, args = original(self, runner, layers), host().arguments(runner.server_args)
-    if runner.is_draft_worker or not is_chosen(args):
+    size, runner = original(self, *args, **kwargs), (*args, *kwargs.values())[0]
+    if runner.is_draft_worker or not is_chosen(host().arguments(runner.server_args)):
         return size
     return size + memory.draft_cell_bytes(runner)
 
@@ -153,29 +153,33 @@ def apply_vocab_mask(original: Callable[..., Any], self: Any, logits: Any, vocab
     return original(self, logits=logits, vocab_mask=vocab_mask)
 
 
-def compile_grammar(original: Callable[..., Any], self: Any, key: Any, *args: Any) -> Any:
+def compile_grammar(
+    original: Callable[..., Any], self: Any, key: Any, require_reasoning: bool
+) -> Any:
     """End a request whose grammar the compiler fails at: the scheduler would end with it.
 
     SGLang catches few of its errors; none is that of a tag without a format.
     """
     if chosen_args() is None:
-        return original(self, key, *args)
+        return original(self, key, require_reasoning)
     try:
-        return original(self, key, *args)
+        return original(self, key, require_reasoning)
     except Exception as error:
         from sglang.srt.constrained.base_grammar_backend import InvalidGrammarObject
 
         return InvalidGrammarObject(shown(f"{type(error).__name__}: {error}"))
 
 
-def preprocess_logits(original: Callable[..., Any], self: Any, logits: Any, info: Any) -> Any:
+def preprocess_logits(
+    original: Callable[..., Any], self: Any, logits: Any, sampling_info: Any
+) -> Any:
     """Let a row whose tokens are all forbidden have token 0, as greedy sampling gives.
 
     A grammar at its end allows the end alone, which `min_new_tokens` forbids. What is not greedy
     would raise, and stop the scheduler.
     """
-    found = original(self, logits, info)
-    if not info.is_all_greedy and _may_forbid(info) and chosen_args() is not None:
+    found = original(self, logits, sampling_info)
+    if not sampling_info.is_all_greedy and _may_forbid(sampling_info) and chosen_args() is not None:
         found[:, 0].masked_fill_(found.amax(-1) == -torch.inf, 0.0)
     return found
 
@@ -200,22 +204,24 @@ def support_triton(original: Callable[..., Any], backend: str) -> Any:
     return original(backend)
 
 
-def murmur_hash32(original: Callable[..., Any], seed: Any, positions: Any, columns: Any) -> Any:
+def murmur_hash32(original: Callable[..., Any], seed: Any, positions: Any, col_indices: Any) -> Any:
     """Hash on CPU, too."""
     if seed.device.type == "cpu":
-        return cpu.murmur_hash32(seed, positions, columns)
-    return original(seed, positions, columns)
+        return cpu.murmur_hash32(seed, positions, col_indices)
+    return original(seed, positions, col_indices)
 
 
-def decode_slots(original: Callable[..., Any], self: Any, reqs: Any, page_size: int) -> Any:
+def decode_slots(original: Callable[..., Any], self: Any, requests: Any, page_size: int) -> Any:
     """Ask the batch's own reserve how many free slots its next step takes: see `reserve`."""
     reserve = getattr(self.spec_info, "reserve", None)
-    return original(self, reqs, page_size) if reserve is None else reserve.required(self, reqs)
+    if reserve is None:
+        return original(self, requests, page_size)
+    return reserve.required(self, requests)
 
 
-def set_internal_state(self: Any, asked: Any) -> None:
+def set_internal_state(self: Any, obj: Any) -> None:
     """Refuse settings of SGLang's own speculation while the server runs, as at its start."""
-    wanted = [key for key in asked.server_args or () if "spec" in key]
+    wanted = [key for key in obj.server_args or () if "spec" in key]
     if wanted and chosen_args() is not None:
         from fastapi import HTTPException
 

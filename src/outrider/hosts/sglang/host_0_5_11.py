@@ -302,8 +302,8 @@ def _resolve_future(original: Callable[..., Any], self: Any, model_worker_batch:
     return None if is_ours else original(self, model_worker_batch)
 
 
-def _store_to_map(original: Callable[..., Any], self: Any, indices: Any, result: Any) -> Any:
-    return None if isinstance(self.spec_algo, Algorithm) else original(self, indices, result)
+def _store_to_map(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return None if isinstance(self.spec_algo, Algorithm) else original(self, *args, **kwargs)
 
 
 _UPDATER = "managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"

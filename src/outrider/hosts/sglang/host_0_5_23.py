@@ -334,15 +334,21 @@ def _resolve_tokens(original: Callable[..., Any], self: Any, result: Any, batch:
     return original(self, result, batch) if settle is None else settle(self, result, batch)
 
 
-def _eager_batch_size(original: Callable[..., Any], max_bs: int) -> Any:
+def _eager_batch_size(original: Callable[..., Any], max_batch_size: int) -> Any:
     """Make room for a row for each draft: SGLang makes room for a row for each request."""
     args = hooks.chosen_args()
-    return original(max_bs if args is None else max_bs * args.speculative_num_draft_tokens)
+    if args is None:
+        return original(max_batch_size)
+    return original(max_batch_size * args.speculative_num_draft_tokens)
 
 
-def _algorithm_alias(original: Callable[..., Any], name: Any, *args: Any, **kwargs: Any) -> Any:
+def _algorithm_alias(
+    original: Callable[..., Any], speculative_algorithm: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Keep a head from SGLang, which would read its config.json as that of a model."""
-    return name if (name or "").upper() == hooks.NAME else original(name, *args, **kwargs)
+    if (speculative_algorithm or "").upper() == hooks.NAME:
+        return speculative_algorithm
+    return original(speculative_algorithm, *args, **kwargs)
 
 
 def _check_lora(original: Callable[..., Any], server_args: Any) -> Any:
