@@ -26,6 +26,7 @@ from outrider.drafters.heads import (
     DFlashHead,
     HeadConfig,
     blocks,
+    head_layers,
     kind_of,
     load_head,
 )
@@ -264,12 +265,17 @@ def test_a_smaller_vocabulary(head, states, tmp_path):
     ("count", "layers", "expected"), [(1, 12, (7,)), (2, 12, (2, 10)), (5, 36, (2, 10, 18, 26, 34))]
 )
 def test_without_ids_the_usual_layers_are_read(count, layers, expected):
-    from outrider.drafters.heads import head_layers
-
     config = {"architectures": ["DFlashDraftModel"], "num_hidden_layers": count}
     assert head_layers(config, layers) == expected
     usual = (2, layers // 2, layers - 3)
     assert head_layers({"speculators_model_type": "dflash"}, layers) == usual
+
+
+def test_a_head_of_more_layers_than_the_target_is_refused():
+    """Before a list of them is made."""
+    config = {"num_hidden_layers": 10**9, "dflash_config": {"block_size": 4}}
+    with pytest.raises(Unsupported, match="1000000000 layers, for a target with 36"):
+        head_layers(config, 36, "dflash")
 
 
 @pytest.mark.parametrize(

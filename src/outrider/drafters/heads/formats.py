@@ -126,7 +126,12 @@ def head_layers(
         if SPECULATORS in config:
             key = "aux_hidden_state_layer_ids"
         else:
-            found = _spaced(num_layers, int(config.get("num_hidden_layers") or 1))
+            count = int(config.get("num_hidden_layers") or 1)
+            if count > num_layers:
+                raise Unsupported(
+                    f"a head of {count} layers, for a target with {num_layers}", fix=WRONG_TARGET
+                )
+            found = _spaced(num_layers, count)
     ids = config.get(key) or (where or {}).get(key)
     if ids:
         found = [int(i) + (0 if SPECULATORS in config else 1) for i in ids]
