@@ -3,10 +3,11 @@
     python benchmarks/fuzz.py [--inputs 1000] [--seed 0] [--door profiles ...] [--budget 1800]
 
 Each door runs in parts, in processes of their own, two at a time. A part that was done with the
-same seed and inputs is not done again, so that an interrupted run goes on where it was. A test ends
-at the first input that breaks its door, shrunk: `broken_by` has the test and the seed that finds it
-again. A door that asks a real server runs in `--sglang`, a Python with SGLang
-(`scripts/setup-sglang-cpu`), and again with the SGLang of the directory $OUTRIDER_SGLANG23.
+same seed and inputs is not done again, so that an interrupted run goes on where it was; a door that
+broke begins anew, mended. A test ends at the first input that breaks its door, shrunk: `broken_by`
+has the test and the seed that finds it again. A door that asks a real server runs in `--sglang`, a
+Python with SGLang (`scripts/setup-sglang-cpu`), and again with the SGLang of the directory
+$OUTRIDER_SGLANG23.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = json.loads(file.read_text()) if file.exists() else {}
     asked = {"seed": options.seed, "inputs_asked": options.inputs}
     found = before["doors"] if asked.items() <= before.items() else {}
+    found = {name: door for name, door in found.items() if not any(map(door.get, COUNTS[1:]))}
     done = {name for door in found.values() for name in door["parts"]}
     waiting = [part for name in options.door for part in parts(name, known[name], options)]
     waiting = [part for part in waiting if part.name not in done]
