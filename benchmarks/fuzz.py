@@ -33,7 +33,7 @@ DOORS = ROOT / "tests" / "doors"
 SHARES = {
     "request_options": 10, "sampling_parameters": 10, "drafter_names": 8, "prompt_files": 6,
     "recordings": 6, "profiles": 4, "results": 4, "shared_texts": 4, "draft_socket": 2,
-    "http_replies": 2, "terminals": 2, "pages": 0.5, "checkpoints": 0.3, "sglang_requests": 0.2,
+    "http_replies": 0.7, "terminals": 0.7, "pages": 0.2, "checkpoints": 0.3, "sglang_requests": 0.2,
 }  # fmt: skip
 """How many times --inputs each test of a door gets, by what one input takes; of others 1."""
 
