@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -264,6 +265,6 @@ def read_model(name: str, path: Path | None = None) -> Model:
         "warning",
         f"{name}: no *.safetensors here",
         "sizes are read from their headers: cost and memory are not known",
-        "put the weights beside config.json" if Path(name).exists() else f"hf download {name}",
+        "put the weights beside config.json" if os.path.exists(name) else f"hf download {name}",
     )
     return Model(name, path, config, None, (nothing,))

@@ -190,4 +190,4 @@ def _name(model: str | None) -> str | None:
     """Return the name of a model, without the folders in which it lies."""
     if model is None:
         return None
-    return Path(model).resolve().name if Path(model).exists() else model
+    return Path(model).resolve().name if os.path.exists(model) else model

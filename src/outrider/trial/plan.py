@@ -170,7 +170,7 @@ def check_flags(flags: Sequence[str]) -> None:
 
 def _place(model: str) -> str:
     """Return a model's directory, wherever the command was started; a name as it is."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
+    return str(Path(model).resolve()) if os.path.isdir(model) else model
 
 
 def _names(flags: Sequence[str]) -> set[str]:

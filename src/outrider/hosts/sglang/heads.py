@@ -9,6 +9,7 @@ target's states, and it alone drafts.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 def folder_of(name: str) -> Path:
     """Return the directory of a head: this path, or what the Hugging Face hub has by this name."""
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         return Path(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

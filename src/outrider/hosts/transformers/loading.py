@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,9 +35,9 @@ def directory_of(name: str, weights: bool = True) -> Path:
 
     Of the hub's files only data are downloaded: JSON, vocabularies and safetensors.
     """
-    if Path(name).is_dir():
+    if os.path.isdir(name):
         return Path(name)
-    if Path(name).exists() or name.count("/") > 1 or name.startswith(("/", ".", "~")):
+    if os.path.exists(name) or name.count("/") > 1 or name.startswith(("/", ".", "~")):
         raise Unsupported("no such directory", fix="mend the path")
     from huggingface_hub import snapshot_download
 
