@@ -219,8 +219,9 @@ def test_embeddings_are_no_tokens():
 
 
 def test_one_value_is_no_list():
-    with pytest.raises(ValueError, match="return_logprob must be no list"):
-        check_form(call(text="a", return_logprob=[True]))
+    for values in ([True], []):
+        with pytest.raises(ValueError, match="return_logprob must be no list"):
+            check_form(call(text="a", return_logprob=values))
 
 
 def test_labels_are_those_of_the_server():

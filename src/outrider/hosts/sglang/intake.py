@@ -182,7 +182,7 @@ def check_form(asked: Any) -> None:
         value = getattr(asked, name, None)
         if not isinstance(value, list):
             _check({name: check}, {name: value}, "")
-        elif len(value) != (count or 0):
+        elif len(value) != count:
             wanted = "no list" if count is None else f"a list of {count}, as there are prompts"
             raise ValueError(f"{name} must be {wanted}")
         else:
