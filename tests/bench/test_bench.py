@@ -269,6 +269,8 @@ def test_names_tell_engines_apart():
     assert names([plain, longer]) == ["plain", "Outrider :30101, drafter=suffix"]
     specs = ["transformers:/a/m", "transformers:/a/m#draft=/b/d,mode=assisted"]
     assert names([{"engine": spec} for spec in specs]) == ["plain", "draft=d,mode=assisted"]
+    long = "long " * 20_000  # a search from each place would take minutes
+    assert names([plain, {"engine": long}]) == ["plain", long]
 
 
 def test_prompts_of_ones_own(tmp_path):

@@ -223,5 +223,6 @@ def names(engines: Sequence[dict[str, Any]]) -> list[str]:
             port = "" if parts.port is None else f":{parts.port}"
             called = "Outrider" if algorithm == "OUTRIDER" else algorithm
             queries = ", ".join(filter(None, [f"{called} {host}{port}", queries]))
-        found.append(re.sub(r"[^=,:]*/", "", queries or spec))  # of a path, its last part
+        # of a path, its last part; tried at the beginnings of parts alone
+        found.append(re.sub(r"(?<![^=,:])[^=,:]*/", "", queries or spec))
     return ["plain", *(found if len(set(found)) == len(found) else specs[1:])]
