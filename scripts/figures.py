@@ -329,9 +329,22 @@ def _static(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
 
 
+def sanitizer() -> Iterator[Row]:
+    """After how many answers the KV sanitizer finds each planted fault, and false alarms."""
+    versions = result("sanitizer")["versions"]
+    found = list(versions.values())
+    yield ["planted fault", *(f"SGLang {version}" for version in versions)]
+    for fault in found[0]["planted"]:
+        counts = [one["planted"][fault]["requests"] for one in found]
+        yield [fault, *(f"after {n} answers" if n else "in the first answer" for n in counts)]
+    for name, title in (("bare", "none, SGLang alone"), ("ours", "none, with Outrider")):
+        alarms = [one["alarms"][name] for one in found]
+        yield [title, *(f"{one['violations']} in {one['requests']:,} requests" for one in alarms)]
+
+
 def soak() -> Iterator[Row]:
     """What a long run of mixed traffic amid faults found."""
-    runs = [result("soak_sglang_0_5_11")]
+    runs = [result("soak_sglang"), result("soak_sglang_0_5_11")]
 
     def row(name: str, value: Callable[[dict[str, Any]], str]) -> Row:
         return [name, *(value(run) for run in runs)]
@@ -372,11 +385,12 @@ def soak() -> Iterator[Row]:
 
 def fuzz() -> Iterator[Row]:
     """Hostile input by door, and what broke."""
-    found = result("fuzz")
-    yield ["door", "inputs", "crashes", "hangs"]
+    found, counts = result("fuzz"), ("inputs", "crashes", "hangs", "heavy")
+    seconds, megabytes = found["limit_seconds"], found["limit_megabytes"]
+    yield ["door", "inputs", "crashes", f"over {seconds:g} s", f"over {megabytes} MB"]
     for name, door in found["doors"].items():
-        yield [f"`{name}`", *(f"{door[key]:,}" for key in ("inputs", "crashes", "hangs"))]
-    yield ["all", *(f"{found[key]:,}" for key in ("inputs", "crashes", "hangs"))]
+        yield [f"`{name}`", *(f"{door[key]:,}" for key in counts)]
+    yield ["all", *(f"{found[key]:,}" for key in counts)]
 
 
 def side_channel() -> Iterator[Row]:
@@ -436,7 +450,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
         adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch_0_5_23,
         paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
         kernels_static, compatibility, heads, heads_domain, heads_paced, heads_sglang, pool,
-        ahead_counted, ahead_paced, ahead_real, ahead_coins, soak, fuzz, side_channel,
+        ahead_counted, ahead_paced, ahead_real, ahead_coins, sanitizer, soak, fuzz, side_channel,
     )
 }  # fmt: skip
 
