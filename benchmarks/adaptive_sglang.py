@@ -1,4 +1,4 @@
-"""The adaptive drafter inside SGLang: against bare SGLang, each fixed choice, and tiers.
+"""The adaptive drafter inside SGLang: against bare SGLang and each fixed choice.
 
     python benchmarks/adaptive_sglang.py --partial runs.jsonl     # in scripts/setup-sglang-cpu's
     python benchmarks/adaptive_sglang.py --report runs.jsonl      # where there is matplotlib
@@ -10,11 +10,10 @@ round. Each round has prompts of its own. Round 0 tries every method, on half as
 ones judge: bare SGLang, adaptive, and those two fixed choices which were the best of the cell in
 round 0 (plain decoding is one of them), of which the better is *best fixed*: what luck there is
 favours it. Round 0 does not count where there are others: the best of six noisy figures is too
-good. Only tiers has no other.
+good.
 
 Fixed choices are what a user can set: a drafter with its default options, which may propose fewer
-than K drafts, and K. `tiers` is SGLang's own adaptive rule (src/outrider/control/tiers.py). What
-tiers and adaptive have learnt in one cell they bring to the next, as on any server.
+than K drafts, and K. What adaptive has learned in one cell it brings to the next, as on any server.
 
 Runs are appended to --partial after every cell; with the same file a run goes on where it stopped.
 """
@@ -47,7 +46,7 @@ from transformers import AutoTokenizer
 from outrider.bench.workloads import KINDS, VARIANTS, prompts
 from outrider.report import provenance
 
-BARE, TIERS, ADAPTIVE = "bare", "tiers", "adaptive"
+BARE, ADAPTIVE = "bare", "adaptive"
 FIXED: dict[str, dict[str, Any]] = {
     "plain": {"max_drafts": 0},
     "suffix 4": {"drafter": "suffix", "max_drafts": 4},
@@ -56,7 +55,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "model 4": {"drafter": "model", "max_drafts": 4},
     "model 8": {"drafter": "model", "max_drafts": 8},
 }
-METHODS = {**FIXED, TIERS: {"drafter": TIERS}, ADAPTIVE: {"drafter": ADAPTIVE}}
+METHODS = {**FIXED, ADAPTIVE: {"drafter": ADAPTIVE}}
 JUDGED = 2
 """How many fixed choices go on after round 0."""
 
@@ -116,7 +115,7 @@ def run(args: argparse.Namespace, file: Path) -> None:
     print(f"runs go to {file}")
     _append(file, [{**setting, "provenance": provenance()}])
     # after round 0
-    spared = max(0, sum(name in FIXED for name in args.methods) - JUDGED) + (TIERS in args.methods)
+    spared = max(0, sum(name in FIXED for name in args.methods) - JUDGED)
     total = sum(1 + len(args.methods) - (spared if cell[2] else 0) for cell in cells)
     tokenizer = AutoTokenizer.from_pretrained(model_path(args.target))
     drafters: dict[str, dict[str, str]] = {name: {} for name in _drafters(args.methods)}
@@ -214,7 +213,7 @@ def _say(runs: list[Run]) -> str:
     speed = {run["method"]: _speed(run) for run in runs}
     return f"bare {speed[BARE]:.2f} tokens/s, " + ", ".join(
         f"{name} {speed[name] / speed[BARE]:.2f} x"
-        for name in (*best_fixed(runs)[:1], TIERS, ADAPTIVE)
+        for name in (*best_fixed(runs)[:1], ADAPTIVE)
         if name in speed
     )
 
@@ -277,7 +276,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
     best = next(iter(best_fixed([run for run in runs if run["round"] in rounds])), None)
 
     def times(method: str | None, other: str | None) -> dict[str, float] | None:
-        own = [r for r in rounds if (method, r) in speed] or [0]  # tiers has no other
+        own = [r for r in rounds if (method, r) in speed] or [0]  # most fixed choices have no other
         both = [r for r in own if {(method, r), (other, r)} <= speed.keys()]
         return spread([speed[method, r] / speed[other, r] for r in both]) if both else None
 
@@ -289,7 +288,6 @@ def summary(runs: list[Run]) -> dict[str, Any]:
         "bare_tokens_per_second": spread([_speed(run) for run in plain]),
         "best_fixed": best,
         "best_fixed_times_bare": times(best, BARE),
-        "tiers_times_bare": times(TIERS, BARE),
         "adaptive_times_bare": times(ADAPTIVE, BARE),
         "adaptive_times_best_fixed": times(ADAPTIVE, best),
         "methods": {
@@ -353,7 +351,7 @@ def show(cells: list[dict[str, Any]], goals: list[dict[str, Any]]) -> None:
     def said(value: dict[str, float] | None) -> str:
         return "" if value is None else "{median:.2f} ({min:.2f}-{max:.2f})".format(**value)
 
-    columns = ("text", "B", "bare, tokens/s", "best fixed", "x bare", "tiers x bare")
+    columns = ("text", "B", "bare, tokens/s", "best fixed", "x bare")
     table = Table(*columns, "adaptive x bare", "adaptive / best fixed")
     for cell in cells:
         table.add_row(
@@ -362,7 +360,6 @@ def show(cells: list[dict[str, Any]], goals: list[dict[str, Any]]) -> None:
             said(cell["bare_tokens_per_second"]),
             cell["best_fixed"],
             said(cell["best_fixed_times_bare"]),
-            said(cell["tiers_times_bare"]),
             said(cell["adaptive_times_bare"]),
             said(cell["adaptive_times_best_fixed"]),
         )
@@ -392,7 +389,6 @@ def plot(cells: list[dict[str, Any]], folder: Path) -> None:
     plt = pyplot()
     lines = (
         ("best_fixed_times_bare", "best fixed", "#7a7a7a", "s", "--"),
-        ("tiers_times_bare", "tiers", "#c77700", "^", ":"),
         ("adaptive_times_bare", "adaptive", "#0a6ebd", "o", "-"),
     )
     kinds = [kind for kind in KINDS if any(cell["kind"] == kind for cell in cells)]

@@ -64,7 +64,7 @@ from outrider.core import KeyedCoins, Request, SamplingParams
 from outrider.drafters import AheadDrafter
 from outrider.drafters.ahead import Growth
 from outrider.drafters.ahead.messages import request_of
-from outrider.hosts.transformers.runner import Runner
+from outrider.engines.transformers.runner import Runner
 from outrider.report import provenance
 
 RESULT = Path(__file__).parent / "results" / "ahead.json"

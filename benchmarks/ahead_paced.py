@@ -19,7 +19,7 @@ from typing import Any
 from paced_servers import Contender, Paced, ask, run, servers
 from rich.progress import Progress
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "sglang"))
 from paced import drafts as draft_server
 from paced.texts import MIXED, prompts
 

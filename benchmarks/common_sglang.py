@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from common import model_path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "sglang"))
 from server import Server, session
 
 

@@ -29,6 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import requests
 import yaml
 from common import chat_ids, model_path, write
@@ -39,10 +40,13 @@ from server import free_port
 from transformers import AutoTokenizer
 
 from outrider.bench.workloads import prompts
-from outrider.core import Outcome, Proposal, Request, SamplingParams, chain
-from outrider.hosts.sglang.metrics import Metrics
-from outrider.hosts.sglang.tracing import StepClock, Tracer
+from outrider.control.decision import CpuDrafts
+from outrider.core import Outcome, Outcomes, Proposal, SamplingParams, chain
 from outrider.report import provenance
+from outrider.serving.clock import StepClock
+from outrider.serving.metrics import Metrics
+from outrider.serving.tracing import Tracer
+from outrider.serving.values import Columns, Launched, Members, ServedRequest, Settled
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -136,23 +140,31 @@ def cost(folder: Path, steps: int = 500) -> dict[str, Any]:
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR")
     found: dict[str, Any] = {"counters": {}, "spans": {}}
     for batch in (1, 8, 64):
-        requests = [Request(r, (1, 2), SamplingParams(), seed=0) for r in range(batch)]
-        proposal, names = Proposal.of([chain([1, 2, 3, 4])] * batch), ["model"] * batch
-        outcomes = [Outcome(r, (1, 2, 3), (0, 1, 2), 4, 2, None) for r in requests]
-        clock = StepClock(None)
-        for part in ("scheduler", "host", "draft", "host", "forward", "verify", "host"):
-            clock.lap(part)
+        settled = settled_step(batch)
         started = time.thread_time()
         for _ in range(steps):
-            metrics.record(outcomes, proposal, names)
-            metrics.times(clock.parts, outcomes)
+            metrics.record(settled)
         counted = time.thread_time()
         for _ in range(steps):
-            tracer.step(clock, outcomes, proposal, names)
+            tracer.step(settled)
         found["counters"][batch] = round(1e6 * (counted - started) / steps)
         found["spans"][batch] = round(1e6 * (time.thread_time() - counted) / steps)
     logging.disable(logging.NOTSET)
     return found
+
+
+def settled_step(batch: int) -> Settled:
+    """Return a step of so many requests, each with four drafts of which two were accepted."""
+    asking = [ServedRequest(r, (1, 2), SamplingParams(), seed=0) for r in range(batch)]
+    proposal, names = Proposal.of([chain([1, 2, 3, 4])] * batch), ["model"] * batch
+    outcomes = Outcomes.of([Outcome(r, (1, 2, 3), (0, 1, 2), 4, 2, None) for r in asking])
+    members = Members.whole(asking, np.ones(batch, np.int64), Columns.of(asking))
+    clock = StepClock(None)
+    for part in ("scheduler", "host", "draft", "host", "forward", "verify", "host"):
+        clock.lap(part)
+    decision = CpuDrafts(proposal, names)
+    launched = Launched(members, decision, early=False, ticket=None, clock=clock)
+    return Settled(launched, np.arange(batch), proposal, outcomes)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from transformers import AutoTokenizer
 
 import outrider
 from outrider.drafters import ModelDrafter
-from outrider.hosts.transformers.runner import Runner
+from outrider.engines.transformers.runner import Runner
 from outrider.report import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))

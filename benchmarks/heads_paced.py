@@ -24,7 +24,7 @@ from rich.table import Table
 
 from outrider.report import provenance
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "sglang"))
 from paced.profiles import H100_8B
 from paced.texts import STORIES, prompts
 

@@ -31,7 +31,7 @@ from rich.table import Table
 import outrider
 from outrider.report import provenance
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "transformers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "transformers"))
 from adversaries import SAMPLING
 from some_heads import made
 

@@ -20,8 +20,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
-from outrider.hosts.transformers import Runner
-from outrider.hosts.transformers.passes import Segment
+from outrider.engines.transformers import Runner
+from outrider.engines.transformers.passes import Segment
 
 TEXT = (
     "The outrider came to the bridge at noon. He asked the toll-keeper whether the road beyond it "

@@ -4,7 +4,7 @@
     python benchmarks/paced_sglang.py --quick        # a few cells, in 2-3 minutes
     python benchmarks/paced_sglang.py --report       # table, goals and, with matplotlib, the plot
 
-The device (tests/hosts/sglang/paced, docs/paced.md) is made up: a pass is queued and costs what a
+The device (tests/engines/sglang/paced, docs/paced.md) is made up: a pass is queued and costs what a
 cost profile says, whoever reads its result waits, and what is read are recorded texts. All else is
 real: SGLang's scheduler and HTTP, and everything of Outrider.
 
@@ -32,7 +32,7 @@ from rich.table import Table
 
 from outrider.report import provenance
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "sglang"))
 from paced.profiles import PROFILES
 from paced.texts import KINDS, MIXED, prompts
 

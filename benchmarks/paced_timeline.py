@@ -19,7 +19,7 @@ from common import IMAGES, pyplot, save_plot, write
 
 from outrider.report import provenance
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "sglang"))
 from paced.profiles import PROFILES
 from paced.texts import prompts
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from common import model_path, write
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang/site"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engines/sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engines/sglang/site"))
 import parity
 from outrider_test_site import no_repeat_processor
 from server import Server

@@ -33,8 +33,8 @@ from transformers import AutoTokenizer
 import outrider
 from outrider.control import adaptive_drafter
 from outrider.drafters import ModelDrafter
-from outrider.hosts.transformers.host import TransformersHost
-from outrider.hosts.transformers.runner import Runner
+from outrider.engines.transformers.host import TransformersHost
+from outrider.engines.transformers.runner import Runner
 from outrider.report import provenance
 
 RESULT = Path(__file__).parent / "results" / "pool.json"
@@ -143,12 +143,12 @@ def contenders(target: Any, clock: Clock) -> dict[str, Callable[[], Any]]:
 
     def pool() -> Any:
         first = head(min_survival=0.0, width=WIDTH)
-        control = adaptive_drafter([first, model(min_survival=0.0, siblings=1)], clock=clock)
-        for rows in CALIBRATED:  # as a server tells control before its first step
-            control.cost.observe(rows, 0, clock.cost("target", rows))
-            for name, choice in control.models.items():
-                choice.cost.passes.observe(rows, clock.cost(name, rows))
-        return control
+        drafter = adaptive_drafter([first, model(min_survival=0.0, siblings=1)], clock=clock)
+        control = drafter.control
+        for rows in CALIBRATED:  # as a server does before its first step
+            seconds = [clock.cost(name, rows) for name in control.models]
+            control.calibrate(rows, clock.cost("target", rows), seconds)
+        return drafter
 
     return {
         "plain": lambda: None,

@@ -24,7 +24,7 @@ from outrider.drafters.heads import load_head
 from outrider.drafters.heads.drafter import HeadModel
 from outrider.report import provenance
 
-FILE = Path(__file__).parents[1] / "tests" / "hosts" / "sglang" / "paced" / "stories.json.gz"
+FILE = Path(__file__).parents[1] / "tests" / "engines" / "sglang" / "paced" / "stories.json.gz"
 STORIES, TOKENS, DEPTH, LIKELY = 16, 128, 8, 3
 
 Said = tuple[list[int], list[float]]
@@ -32,7 +32,7 @@ Said = tuple[list[int], list[float]]
 
 
 def main() -> None:
-    """Record and write tests/hosts/sglang/paced/stories.json.gz."""
+    """Record and write tests/engines/sglang/paced/stories.json.gz."""
     made = provenance()
     target, draft = (load(str(TINY / name), "float32") for name in ("target", "draft"))
     weights = target.get_input_embeddings().weight, target.get_output_embeddings().weight

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 import outrider
 from outrider.bench.workloads import SINGLE, prompts
-from outrider.hosts.transformers.runner import Runner
+from outrider.engines.transformers.runner import Runner
 from outrider.report import provenance
 
 FILE = Path(__file__).parents[1] / "tests" / "control" / "traces.json.gz"

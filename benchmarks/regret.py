@@ -26,7 +26,7 @@ import replay
 def main() -> None:
     """Replay every cell and write benchmarks/results/regret.json."""
     kinds = (*dict.fromkeys(trace["kind"] for trace in replay.recorded()["traces"]), "mixed")
-    table = Table("text", "B", "best fixed", "x plain", "tiers", "adaptive", "oracle", "regret")
+    table = Table("text", "B", "best fixed", "x plain", "adaptive", "oracle", "regret")
     cells: list[dict[str, Any]] = []
     for kind, batch in track([(k, b) for k in kinds for b in (1, 2, 4, 8, 16)], "replaying"):
         speeds = replay.speeds(kind, batch)
@@ -38,7 +38,7 @@ def main() -> None:
             | {"of_best_fixed": round(speeds["adaptive"] / speeds[best], 3)}
             | {"of_oracle": round(share, 3)}
         )
-        shown = [f"{times[name]:.2f}" for name in (best, "tiers", "adaptive", "oracle")]
+        shown = [f"{times[name]:.2f}" for name in (best, "adaptive", "oracle")]
         table.add_row(kind, str(batch), best, *shown, f"{share:.2f}")
     Console().print(table)
     shares = [cell["of_oracle"] for cell in cells]

@@ -18,7 +18,7 @@ from typing import Any
 from common import PROMPTS, chat_ids, different_tokens, load, model_path, write
 from rich.progress import Progress
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts" / "transformers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "transformers"))
 
 # drafter, K, batch, sampling, exactness
 CELLS = [
@@ -48,7 +48,7 @@ def main() -> None:
 
     import outrider
     from outrider.drafters import ModelDrafter
-    from outrider.hosts.transformers import Runner
+    from outrider.engines.transformers import Runner
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--target", default="qwen2.5-coder-1.5b-instruct")

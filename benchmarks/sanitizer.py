@@ -4,8 +4,9 @@
     PYTHONPATH=.sglang23 python benchmarks/sanitizer.py [--alarms 10000]
 
 Run it in the environment of scripts/setup-sglang-cpu, once for each version of SGLang. Each fault
-of tests/hosts/sglang/site/outrider_planted.py gets a server of its own, which answers conversations
-and sessions, eight at once. Then the same traffic goes to a server without a fault and to SGLang
+of tests/engines/sglang/site/outrider_planted.py gets a server of its own, which answers
+conversations and sessions, eight at once. Then the same traffic goes to a server without a fault
+and to SGLang
 without speculation, `--alarms` requests each: there the sanitizer must find nothing. The result is
 added to benchmarks/results/sanitizer.json, by version, after each server.
 """
@@ -26,7 +27,7 @@ from rich.progress import Progress
 
 from outrider.report import provenance
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engines/sglang"))
 import test_sanitizer as traffic
 
 RESULT = Path(__file__).parent / "results" / "sanitizer.json"

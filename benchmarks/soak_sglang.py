@@ -61,7 +61,7 @@ from soak_traffic import (
 
 from outrider.report import provenance
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engines/sglang"))
 import conversations
 import parity
 import workload
@@ -92,7 +92,7 @@ FLAGS = [
     *("--schedule-conservativeness", "0.05", "--chunked-prefill-size", "256"),
     *("--log-level-http", "warning"),
 ]  # fmt: skip
-"""A cache that is too small for so many requests: some are retracted."""
+"""A cache that is too small for so many requests: they have fewer drafts, or are retracted."""
 
 
 @dataclass

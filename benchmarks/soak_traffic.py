@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/hosts/sglang/site"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engines/sglang"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engines/sglang/site"))
 import parity
 import workload
 from draft_process import TINY

@@ -72,9 +72,27 @@ def main() -> None:
 
 def compare(names: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
     """Return what became of each class and variant."""
+    with quiet():
+        return compared(names)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what libraries log and warn of, and give everything back: tests run this, too."""
+    verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
-    warnings.filterwarnings("ignore")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        transformers.logging.set_verbosity(verbosity)
+
+
+def compared(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return what became of each class and variant whose class name has one of these parts."""
     chosen = [
         (config, kind)
         for config, kind in classes()

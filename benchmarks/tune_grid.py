@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from outrider.bench.workloads import prompts
-from outrider.engines import open_engine
+from outrider.clients import open_engine
 from outrider.tune.search import DRAFTERS, PLAIN, Candidate, Search, Traffic, grid
 
 

@@ -376,7 +376,7 @@ def soak() -> Iterator[Row]:
     for name in ("suffix", "eagle3", "ahead", "model"):
         yield row(f"of `{name}`", lambda run, name=name: share(run, name))
     yield row("steps with drafts of the device", lambda run: f"{run['device_steps']:,}")
-    yield row("retractions", lambda run: f"{run['retractions']:,}")
+    yield row("retractions from a full cache", lambda run: f"{run['retractions']:,}")
     for name in ("hung up", "timed out", "refused"):
         yield row(f"clients: {name}", lambda run, name=name: f"{run['clients'][name]:,}")
     yield row("troubles, of 13 kinds", lambda run: f"{sum(run['troubles'].values()):,}")

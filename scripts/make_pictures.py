@@ -71,9 +71,9 @@ def recorded(max_drafts: int, siblings: int = 0, min_survival: float = 0.0):
 
     import outrider
     from outrider.drafters import ModelDrafter
+    from outrider.engines.transformers import Runner
     from outrider.explain import make_walk
     from outrider.explain.recording import Recording, StepRecord
-    from outrider.hosts.transformers import Runner
 
     torch.set_num_threads(1)
     disable_progress_bar()
@@ -189,6 +189,74 @@ def staircase() -> str:
     return plot(plots.svg(figure, axes, title, "staircase"))
 
 
+# -- how it is built
+
+LAYERS = (
+    ("cli", "doctor  explain  audit  bench  tune  trial", "report"),
+    ("clients", "", ""),
+    ("engines", "sglang   transformers   simulated", ""),
+    ("serving", "the served step", ""),
+    ("control", "which drafter, how many drafts", ""),
+    ("drafters", "ngram  suffix  model  heads  ahead", "checkpoint"),
+    ("kernels", "references and Triton", "selftest"),
+    ("core", "the theory", ""),
+)
+"""The packages from top to bottom: a name, what is in it, and what stands beside it."""
+
+
+def packages() -> str:
+    """The packages: each imports what stands below it."""
+    parts = []
+    for row, (name, inside, beside) in enumerate(LAYERS):
+        top, width = 4 + 40 * row, 470 if beside else 590
+        parts.append(box(4, top, width, 32, name, inside))
+        if beside:
+            parts.append(box(484, top, 110, 32, beside))
+    return standalone("\n".join(parts), 598, 4 + 40 * len(LAYERS), BOXES)
+
+
+BOXES = """
+.box { fill: none; stroke: var(--dim); }
+.busy { fill: var(--ours); fill-opacity: 0.25; stroke: var(--ours); }
+.name { fill: var(--text); font: 600 13px system-ui, sans-serif; }
+.inside { fill: var(--dim); font: 13px system-ui, sans-serif; }
+.arrow { stroke: var(--dim); fill: none; }
+"""
+
+
+def box(x: float, y: float, width: float, height: float, name: str, inside: str = "") -> str:
+    """Return a box with a name, and what is in it."""
+    kind = "box"
+    text = f'<text class="name" x="{x + 8}" y="{y + 21}">{escape(name)}</text>'
+    if inside:
+        text += f'<text class="inside" x="{x + 88}" y="{y + 21}">{escape(inside)}</text>'
+    return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="4"/>{text}'
+
+
+CPU_LINE = (
+    (0, 70, "launch 1"), (74, 90, "meanwhile"), (204, 70, "settle 0"), (278, 70, "launch 2"),
+    (352, 90, "meanwhile"), (484, 70, "settle 1"), (704, 70, "settle 2"), (778, 70, "look up"),
+    (852, 70, "launch 3"), (926, 90, "meanwhile"),
+)  # fmt: skip
+DEVICE_LINE = ((0, 200, "step 0"), (204, 276, "step 1"), (484, 216, "step 2"), (926, 90, "step 3"))
+"""From where to where, and what is done: steps 1 and 2 are launched early, step 3 is informed."""
+
+
+def served_step() -> str:
+    """The served step in time, on two lines."""
+    parts = []
+    for top, line, name in ((28, CPU_LINE, "CPU"), (88, DEVICE_LINE, "device")):
+        parts.append(f'<text class="name" x="2" y="{top + 21}">{name}</text>')
+        for x, width, what in line:
+            kind = "busy" if name == "device" else "box"
+            place = f'x="{60 + x}" y="{top}" width="{width}" height="32" rx="4"'
+            parts.append(f'<rect class="{kind}" {place}/>')
+            parts.append(f'<text class="inside" x="{66 + x}" y="{top + 21}">{what}</text>')
+    notes = ((60, "launched early: the device never waits"), (764, "informed: the device waits"))
+    parts += [f'<text class="inside" x="{x}" y="16">{note}</text>' for x, note in notes]
+    return standalone("\n".join(parts), 1080, 130, BOXES)
+
+
 # -- files
 
 
@@ -216,6 +284,8 @@ PICTURES = {
     "tree_steps": tree_steps,
     "speedup": speedup_curves,
     "staircase": staircase,
+    "packages": packages,
+    "served_step": served_step,
 }
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from outrider.clients import load_model, load_tokenizer
 from outrider.drafters.heads import (
     Block,
     DFlashHead,
@@ -34,7 +35,6 @@ from outrider.drafters.heads import (
     HeadConfig,
     MTPHead,
 )
-from outrider.engines import load_model, load_tokenizer
 from outrider.errors import Unsupported
 
 STRIDE = 16

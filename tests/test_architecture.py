@@ -18,8 +18,9 @@ LAYERS = [
     "selftest",
     "drafters",
     "control",
-    "hosts",
+    "serving",
     "engines",
+    "clients",
 ]
 TOOLS = ["doctor", "explain", "audit", "bench", "tune", "trial"]
 MAY_IMPORT = {
@@ -30,21 +31,31 @@ MAY_IMPORT = {
     "selftest": {"core", "kernels", "report", "selftest"},
     "drafters": {"checkpoint", "core", "kernels", "drafters"},
     "control": {"core", "drafters", "control"},
-    "hosts": {"checkpoint", "core", "kernels", "drafters", "control", "hosts"},
-    "engines": {"core", "drafters", "hosts", "engines"},
-    "doctor": {"checkpoint", "core", "drafters", "hosts", "engines", "report", "doctor"},
-    "explain": {"core", "drafters", "control", "hosts", "engines", "report", "explain"},
-    "audit": {"core", "engines", "report", "audit"},
-    "bench": {"core", "engines", "report", "audit", "bench"},
-    "tune": {"core", "hosts", "engines", "report", "audit", "bench", "tune"},
+    "serving": {"core", "kernels", "drafters", "control", "serving"},
+    "engines": {"checkpoint", "core", "kernels", "drafters", "control", "serving", "engines"},
+    "clients": {"core", "drafters", "engines", "clients"},
+    "doctor": {
+        "checkpoint",
+        "core",
+        "drafters",
+        "serving",
+        "engines",
+        "clients",
+        "report",
+        "doctor",
+    },
+    "explain": {"core", "drafters", "control", "engines", "clients", "report", "explain"},
+    "audit": {"core", "clients", "report", "audit"},
+    "bench": {"core", "clients", "report", "audit", "bench"},
+    "tune": {"core", "serving", "clients", "report", "audit", "bench", "tune"},
     # the kernels' checks and the doctor run as processes of their own
-    "trial": {"core", "engines", "report", "audit", "bench", "trial"},
+    "trial": {"core", "clients", "report", "audit", "bench", "trial"},
     "cli": {*LAYERS, *TOOLS, "cli"},
 }
 ENGINES = {"transformers", "sglang", "vllm", "triton"}
 MAY_USE = {
-    "hosts": ENGINES,
     "engines": ENGINES,
+    "clients": ENGINES,
     "doctor": ENGINES,
     "explain": ENGINES,
     "cli": ENGINES,
@@ -79,17 +90,17 @@ def test_imports_point_down(layer):
         assert violations(layer, imports(file)) == [], file
 
 
-def test_hosts_do_not_know_each_other():
-    for host in (SRC / "outrider" / "hosts").iterdir():
-        if host.is_dir():
+def test_engines_do_not_know_each_other():
+    for engine in (SRC / "outrider" / "engines").iterdir():
+        if engine.is_dir():
             others = {
                 name.split(".")[2]
-                for file in host.rglob("*.py")
+                for file in engine.rglob("*.py")
                 for name in imports(file)
-                if name.startswith("outrider.hosts.")
+                if name.startswith("outrider.engines.")
             }
-            shared = {file.stem for file in host.parent.glob("*.py")}
-            assert others <= {host.name} | shared
+            shared = {file.stem for file in engine.parent.glob("*.py")}
+            assert others <= {engine.name} | shared
 
 
 def private(file: Path) -> list[str]:
@@ -109,20 +120,19 @@ def test_private_names_stay_in_their_module():
 
 
 def test_twin_a_wrong_import_is_seen():
-    assert violations("core", {"outrider.hosts.transformers", "torch"}) == ["hosts"]
+    assert violations("core", {"outrider.engines.transformers", "torch"}) == ["engines"]
     assert violations("drafters", {"transformers"}) == ["transformers"]
 
 
-def top_level(node: ast.AST) -> set[str]:
-    """Return what a module imports when it is loaded or typed, and not what a function does."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return set()
+def all_imports(tree: ast.AST) -> set[str]:
+    """Return what a module imports, in functions too."""
     found = set()
-    if isinstance(node, ast.Import):
-        found = {alias.name for alias in node.names}
-    elif isinstance(node, ast.ImportFrom):
-        found = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found.union(*map(top_level, ast.iter_child_nodes(node)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def cycle(graph: dict[str, set[str]]) -> list[str]:
@@ -138,7 +148,7 @@ def test_no_module_imports_itself_by_way_of_others():
     for file in (SRC / "outrider").rglob("*.py"):
         parts = file.relative_to(SRC).with_suffix("").parts
         modules[".".join(parts).removesuffix(".__init__")] = ast.parse(file.read_text())
-    graph = {name: top_level(tree) & {*modules} - {name} for name, tree in modules.items()}
+    graph = {name: all_imports(tree) & {*modules} - {name} for name, tree in modules.items()}
     # a package's own modules come before it, and it is loaded before them: that is no cycle
     for name in graph:
         graph[name] -= {name.rpartition(".")[0]}
@@ -147,3 +157,83 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_twin_a_cycle_is_seen():
     assert set(cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+
+
+# -- the served step, its engines and control
+
+SMALL = ["serving", "engines", "control"]
+LIMITS = {ast.Module: 450, ast.ClassDef: 300, ast.FunctionDef: 60, ast.AsyncFunctionDef: 60}
+"""Lines of a module, a class and a function."""
+
+
+def too_long(source: str) -> list[str]:
+    """Return what of a module has too many lines."""
+    tree = ast.parse(source)
+    found = [] if len(source.splitlines()) <= LIMITS[ast.Module] else ["the module"]
+    for node in ast.walk(tree):
+        limit = LIMITS.get(type(node))
+        if limit and not isinstance(node, ast.Module) and node.end_lineno - node.lineno >= limit:
+            found.append(node.name)
+    return found
+
+
+def modules_of(*packages: str) -> dict[str, str]:
+    files = [file for name in packages for file in (SRC / "outrider" / name).rglob("*.py")]
+    return {str(file.relative_to(SRC / "outrider")): file.read_text() for file in sorted(files)}
+
+
+def test_modules_classes_and_functions_are_small():
+    found = {name: too_long(source) for name, source in modules_of(*SMALL).items()}
+    assert {name: parts for name, parts in found.items() if parts} == {}
+
+
+def test_the_whole_of_a_step_can_be_read_at_once():
+    assert len(modules_of("serving")["serving/step.py"].splitlines()) <= 160
+
+
+def test_twin_what_is_long_is_seen():
+    assert too_long("def f():\n" + "    x\n" * 60) == ["f"]
+    assert too_long("x\n" * 451) == ["the module"]
+
+
+SGLANGS = {
+    "Req", "allocator", "batch", "output", "found.logits_output", "plain", "req", "server_args",
+    "their", "twin",
+}  # fmt: skip
+"""What objects of SGLang's are called where something is written to them."""
+
+
+def foreign_writes(sources: dict[str, str]) -> list[str]:
+    """Return where attributes of our own objects are written by another module than their own.
+
+    An attribute is of a module if one of its classes declares it or writes it to itself.
+    """
+    owners: dict[str, set[str]] = {}
+    writes = []
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                for field in node.body:
+                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                        owners.setdefault(field.target.id, set()).add(module)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                of = ast.unparse(node.value)
+                if of in ("self", "cls"):
+                    owners.setdefault(node.attr, set()).add(module)
+                elif of not in SGLANGS:
+                    writes.append((module, node.attr, ast.unparse(node)))
+    return [
+        f"{module}: {what}"
+        for module, attribute, what in writes
+        if attribute in owners and module not in owners[attribute]
+    ]
+
+
+def test_attributes_are_written_by_their_own_module():
+    assert foreign_writes(modules_of("serving", "engines/sglang", "control")) == []
+
+
+def test_twin_a_write_from_outside_is_seen():
+    owner = "class Step:\n    rows: int\n    def f(self):\n        self.padded = True\n"
+    writer = "def g(step, batch):\n    step.rows = 1\n    step.padded = 2\n    batch.rows = 3\n"
+    assert foreign_writes({"a": owner, "b": writer}) == ["b: step.rows", "b: step.padded"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from outrider.hosts.sglang.metrics import COUNTERS, HISTOGRAM
+from outrider.serving.metrics import COUNTERS, HISTOGRAM
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import redact as module
-from outrider.engines.process import serving
+from outrider.clients.process import serving
 from outrider.errors import Unsupported, UsageError, reading
 from outrider.redact import HIDDEN, hide, is_secret, quoted, redact, redact_args, redact_value
 
@@ -40,10 +40,10 @@ def test_other_names(name):
 
 def test_flags_of_sglang():
     """Of all flags of both versions, those that hold a secret; the table is checked by them."""
-    sys.path.insert(0, str(Path(__file__).parent / "hosts" / "sglang"))
+    sys.path.insert(0, str(Path(__file__).parent / "engines" / "sglang"))
     from flag_table import PASSED
 
-    from outrider.hosts.sglang.flags import REFUSED
+    from outrider.engines.sglang.arguments.flags import REFUSED
 
     names = [name for group in PASSED.values() for name in group.split()]
     names += [name for refusal in REFUSED for name in refusal.fields]

@@ -19,32 +19,38 @@ if TYPE_CHECKING:
         NoDrafter,
         SuffixDrafter,
     )
-    from outrider.hosts.transformers.custom_generate import custom_generate
-    from outrider.hosts.transformers.generate import Generation, Stream, adaptive, generate, stream
-    from outrider.hosts.transformers.heads import load_drafter
+    from outrider.engines.transformers.custom_generate import custom_generate
+    from outrider.engines.transformers.generate import (
+        Generation,
+        Stream,
+        adaptive,
+        generate,
+        stream,
+    )
+    from outrider.engines.transformers.heads import load_drafter
     from outrider.kernels.quantized_linear import quantized_copy
 
 _HOMES = {
     "AheadDrafter": "outrider.drafters",
     "Draft": "outrider.core",
     "Drafter": "outrider.core",
-    "Generation": "outrider.hosts.transformers.generate",
+    "Generation": "outrider.engines.transformers.generate",
     "ModelDrafter": "outrider.drafters",
     "NgramDrafter": "outrider.drafters",
     "NoDrafter": "outrider.drafters",
     "Proposal": "outrider.core",
     "SamplingParams": "outrider.core",
     "Stats": "outrider.core",
-    "Stream": "outrider.hosts.transformers.generate",
+    "Stream": "outrider.engines.transformers.generate",
     "SuffixDrafter": "outrider.drafters",
     "Unsupported": "outrider.core",
-    "adaptive": "outrider.hosts.transformers.generate",
+    "adaptive": "outrider.engines.transformers.generate",
     "chain": "outrider.core",
-    "custom_generate": "outrider.hosts.transformers.custom_generate",
-    "generate": "outrider.hosts.transformers.generate",
-    "load_drafter": "outrider.hosts.transformers.heads",
+    "custom_generate": "outrider.engines.transformers.custom_generate",
+    "generate": "outrider.engines.transformers.generate",
+    "load_drafter": "outrider.engines.transformers.heads",
     "quantized_copy": "outrider.kernels.quantized_linear",
-    "stream": "outrider.hosts.transformers.generate",
+    "stream": "outrider.engines.transformers.generate",
 }
 
 __all__ = [

@@ -17,7 +17,7 @@ def engines(monkeypatch):
     """Return the engines that names open: fill it."""
 
     known = {}
-    for place in ("outrider.audit.run", "outrider.engines.base"):
+    for place in ("outrider.audit.run", "outrider.clients.names"):
         monkeypatch.setattr(f"{place}.open_engine", lambda name: known[name])
     return known
 

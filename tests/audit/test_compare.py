@@ -9,7 +9,7 @@ import pytest
 
 from outrider.audit import Comparison, compare, depart, tolerance
 from outrider.audit.compare import LEAST, MOST
-from outrider.engines import Answer, Token
+from outrider.clients import Answer, Token
 
 FAR = (("x", -6.0), ("y", -7.1), ("z", -8.3))
 

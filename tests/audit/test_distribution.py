@@ -8,7 +8,7 @@ import pytest
 from toy import Toy, argmax_as_sampled, exact, greedy, no_top_p
 
 from outrider.audit.distribution import SIGNIFICANT, compare_distributions, detectable
-from outrider.engines import Answer, Query, Token
+from outrider.clients import Answer, Query, Token
 
 PROMPTS = ["pick", "choose", "name", "take"]
 

@@ -59,7 +59,7 @@ def test_a_planted_rule_that_takes_any_draft_among_the_two_best(monkeypatch):
 
 def test_planted_rounding_ties(monkeypatch):
     """Verified rows are off by up to one spacing of bfloat16, as a pass of another shape may be."""
-    from outrider.hosts.transformers import TransformersHost
+    from outrider.engines.transformers import TransformersHost
 
     true, coins = TransformersHost.forward, torch.Generator().manual_seed(3)
 

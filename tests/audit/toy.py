@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 
-from outrider.engines import Answer, Counts, Query, Refused, Token
+from outrider.clients import Answer, Counts, Query, Refused, Token
 from outrider.errors import Unsupported
 
 WORDS = [" red", " green", " blue", " white", " black", " grey", " pink", " gold"]

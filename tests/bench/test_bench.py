@@ -15,7 +15,7 @@ from outrider.bench.measure import Cell, Parity, Plan, speed_of
 from outrider.bench.result import Result, compared, load_result, names
 from outrider.bench.workloads import KINDS, prompts
 from outrider.cli.main import app
-from outrider.engines import Answer, Counts, Query, Token
+from outrider.clients import Answer, Counts, Query, Token
 from outrider.errors import Unsupported, UsageError
 
 
@@ -64,7 +64,7 @@ def engines(monkeypatch):
     """Return a function that lets these engines be opened by their names."""
 
     def put(**named):
-        monkeypatch.setattr("outrider.engines.open_engine", lambda spec: named[spec])
+        monkeypatch.setattr("outrider.clients.open_engine", lambda spec: named[spec])
 
     return put
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engines"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "clients"))
 
 from test_engines import METRICS, Fake
 

@@ -4,11 +4,12 @@
     python tests/control/golden.py --write   # after a change that is meant to decide otherwise
     python tests/control/golden.py --show head/json/4 64    # 64 steps of a cell, from a step on
 
-A cell is a world, a kind of text and a batch size. A world is who may draft, and what a host does:
+A cell is a world, a kind of text and a batch size. A world is who may draft, and what an engine
+does:
 
 * `lookups`, `model`: each step waits for its drafts, which are trees.
-* `ahead`: with a draft model; plain steps are launched ahead.
-* `device`: lookups on the device, in steps that are launched ahead.
+* `ahead`: with a draft model; plain steps are launched early.
+* `device`: lookups on the device, in steps that are launched early.
 * `head`: the same, and a head that drafts on either side.
 
 Floating-point functions differ between processors in their last bit, and a decision may turn on it.
@@ -27,9 +28,9 @@ from pathlib import Path
 
 import replay
 
-from outrider.control import adaptive_drafter
+from outrider.control import CpuDrafts, DeviceDrafts, Feasible, Limits, Plain, adaptive_control
+from outrider.control.device import NAME as DEVICE
 from outrider.core import Draft, PointMass, Proposal
-from outrider.drafters import NgramDrafter
 
 FILE = Path(__file__).parent / "golden.json"
 KINDS = ("chat", "code", "edit", "json", "prose", "mixed")
@@ -45,22 +46,23 @@ CHUNK = 64
 """Steps of one digest."""
 
 
-class Recorded(replay.Theatre):
+class Recorded(replay.Served):
     """Each step waits for its drafts."""
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
         self.steps: list[str] = []
 
-    def propose(self, drafter, budget):
+    def propose(self, control, budget):
         """Return what is verified in this step, and note it."""
-        proposal = drafter.propose(self.on_stage, budget)
-        drafter.meanwhile()
-        self.note("waits", proposal, drafter.used_by(self.on_stage))
+        proposal = super().propose(control, budget)
+        self.note("ahead" if self.early else "waits", proposal)
         return proposal
 
-    def note(self, how, proposal, names):
+    def note(self, how, proposal):
         """Add a step: how it was launched, and each request's drafter and drafts."""
+        from_cpu = isinstance(self.launched, CpuDrafts)
+        names = self.launched.names if from_cpu else [""] * self.batch
         drafts = [
             f"{name}:{','.join(map(str, draft.tokens))}"
             for name, draft in zip(names, proposal.drafts(), strict=True)
@@ -68,60 +70,64 @@ class Recorded(replay.Theatre):
         self.steps.append(f"{self.seconds:.6f} {how} {' '.join(drafts)}")
 
 
-class Ahead(replay.Overlapped, Recorded):
-    """Plain steps are launched ahead."""
-
-    def propose(self, drafter, budget):
-        """Return what is verified in this step, and note it."""
-        how = "ahead" if drafter.is_asleep else "waits"
-        proposal = replay.Overlapped.propose(self, drafter, budget)
-        self.note(how, proposal, drafter.used_by(self.on_stage))
-        return proposal
+class Early(Recorded, replay.Overlapped):
+    """Plain steps are launched early."""
 
 
-class OnDevice(replay.Overlapped, Recorded):
-    """The device may draft, by lookups or with the draft model as a head, launched ahead."""
+class OnDevice(Early):
+    """The device may draft, by lookups or with the draft model as a head, launched early.
+
+    entered: all requests that ever were in the batch
+    drafter: the one that drafts on the device in this step; "" if none does
+    """
 
     def __init__(self, *args) -> None:
         super().__init__(*args)
-        self.lookup, self.known = NgramDrafter(min_n=1), set()
+        self.entered, self.drafter = [], ""
 
-    def propose(self, drafter, budget):
+    def enter(self):
+        """Fill the batch. Returns who is new."""
+        new = super().enter()
+        self.entered += new
+        return new
+
+    def propose(self, control, budget):
         """Return what is verified in this step, and note it."""
-        device, heads = drafter.device, frozenset(drafter.models)
-        here, how = device.widths and self.drafts_of(device), "ahead"
-        device.is_possible, device.ready = True, heads
-        if device.widths or drafter.is_asleep:
-            drafter.meanwhile()
-            name = device.drafter
-            self.unlooked += 1
-            if self.unlooked * self.looks_every > self.batch:
-                self.unlooked = 0
-                drafter.look(self.on_stage, budget)
-        else:
-            how = "waits"
-            self.seconds += self.wait / 3
-            proposal = drafter.propose(self.on_stage, budget)
-            self.seconds += self.wait * 2 / 3 + self.queued
-            self.queued = 0.0
-            drafter.meanwhile()
-            name, here = device.drafter, device.widths and self.drafts_of(device)
-            if not here:
-                self.note(how, proposal, drafter.used_by(self.on_stage))
-                return proposal
-        proposal = here or Proposal.empty(self.batch)
-        if here:
-            device.drafted = name
-            self.seconds += self.draft(self.batch) * proposal.max_depth if name in heads else 0.0
-        self.note(f"{how} device={name if here else ''}", proposal, [""] * self.batch)
+        self.drafter = ""
+        proposal = replay.Served.propose(self, control, budget)
+        how = "ahead" if self.early else "waits"
+        if isinstance(self.launched, DeviceDrafts):
+            self.drafter = self.launched.drafter
+            proposal = self.device_proposal(self.launched, control.models)
+        if self.drafter in control.models:
+            self.seconds += self.draft(self.batch) * proposal.max_depth
+        is_told = self.early or self.drafter
+        self.note(f"{how} device={self.drafter}" if is_told else how, proposal)
         return proposal
 
-    def drafts_of(self, device):
-        """Return what the device drafts at the widths that control has chosen."""
+    def launch(self, control, budget):
+        """Return what is launched, and whether that is early."""
+        return super().launch(control, budget, Feasible(frozenset([DEVICE, *control.models])))
+
+    def decide_early(self, control):
+        """Return what is launched before the last outcome is known; None for nothing.
+
+        If all requests that the device drafts for have ended, those that follow them get no drafts
+        in their first step.
+        """
+        decision = super().decide_early(control)
+        if decision is None:
+            before = control.decide_early(self.entered)
+            if isinstance(before, DeviceDrafts):
+                self.drafter, decision = before.drafter, Plain()
+        return decision
+
+    def device_proposal(self, decision, heads):
+        """Return what the device drafts."""
         drafts = []
-        for request, width in zip(self.on_stage, device.of(self.on_stage).tolist(), strict=True):
+        for request, width in zip(self.on_stage, decision.num_drafts.tolist(), strict=True):
             width = min(width, len(request.left) - 1)
-            if device.drafter in device.ready:
+            if decision.drafter in heads:
                 tokens = [int(said[0]) for said in request.drafts()[:width]]
             else:
                 tokens = found_in(request, width)
@@ -140,18 +146,17 @@ def steps_of(cell):
     """Return the steps of a cell, a line for each."""
     world, kind, batch = cell.split("/")
     batch = int(batch)
-    make = {"lookups": Recorded, "model": Recorded, "ahead": Ahead}.get(world, OnDevice)
+    make = {"lookups": Recorded, "model": Recorded, "ahead": Early}.get(world, OnDevice)
     theatre = make(replay.traces_of(kind, batch), batch)
     if world in ("lookups", "device"):
-        drafter = adaptive_drafter(clock=theatre.clock)
-        for rows in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128):
-            drafter.cost.observe(rows, 0, theatre.verify(rows))
+        limits = Limits(launches_early=theatre.launches_early)
+        control = adaptive_control(clock=theatre.clock, limits=limits)
+        replay.calibrate(control, theatre)
     else:
-        drafter = replay.adaptive(theatre)
-    drafter.cost.launches_ahead = make is not Recorded
+        control = replay.adaptive(theatre)
     if world == "head":
-        drafter.device.add(drafter.models["model"])
-    theatre.play(drafter)
+        control.add_to_device(["model"])
+    theatre.play(control)
     return theatre.steps
 
 

@@ -13,12 +13,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from outrider.control import TieredDrafter, adaptive_drafter
+from outrider.control import (
+    CpuDrafts,
+    Feasible,
+    Limits,
+    Report,
+    adaptive_control,
+)
 from outrider.core import (
     Budget,
     Draft,
     KeyedCoins,
     Outcome,
+    Outcomes,
     PointMass,
     Proposal,
     Request,
@@ -29,6 +36,8 @@ from outrider.drafters import NgramDrafter, SuffixDrafter
 FILE = Path(__file__).parent / "traces.json.gz"
 MOST = 12
 """Drafts of a request in a step."""
+
+NOTHING = Feasible()
 
 FIXED = ("plain", "suffix 4", "suffix 12", "model 2", "model 4", "model 8")
 """Who drafts, and how much; with the options that they have by default."""
@@ -185,6 +194,10 @@ class Theatre:
         """Return what is verified in this step."""
         return drafter.propose(self.on_stage, budget)
 
+    def observe(self, drafter, outcomes):
+        """Show the drafter what was emitted."""
+        drafter.observe(outcomes)
+
     @property
     def is_full(self) -> bool:
         return len(self.on_stage) == self.batch
@@ -209,7 +222,7 @@ class Theatre:
                     Outcome(request, tokens, tuple(rows), len(draft.tokens), len(rows) - 1, None)
                 )
                 self.tokens += len(tokens)
-            drafter.observe(outcomes)
+            self.observe(drafter, outcomes)
             for outcome in outcomes:
                 outcome.apply()
             gone = [r for r in self.on_stage if len(r.left) < 2]
@@ -223,39 +236,70 @@ class Theatre:
         return (self.tokens - tokens) / (self.seconds - seconds)
 
 
-class Overlapped(Theatre):
-    """The same on a device with a GPU's times, and a host that launches plain steps ahead.
+class Served(Theatre):
+    """The same as an engine does it: control decides, and a step is launched and reported."""
+
+    launches_early = False
+
+    def propose(self, control, budget):
+        """Return what is verified in this step."""
+        self.launched, self.early = self.launch(control, budget)
+        return proposal_of(self.launched, self.batch)
+
+    def launch(self, control, budget):
+        """Return what is launched, and whether that is early."""
+        decision = control.decide(self.on_stage, budget, NOTHING)
+        control.meanwhile()
+        return decision, False
+
+    def observe(self, control, outcomes):
+        """Report the step."""
+        control.observe(Report(Outcomes.of(outcomes), self.launched, self.early, self.seconds))
+
+
+def proposal_of(decision, batch):
+    """Return the drafts that the CPU decided for."""
+    return decision.proposal if isinstance(decision, CpuDrafts) else Proposal.empty(batch)
+
+
+class Overlapped(Served):
+    """The same on a device with a GPU's times, by an engine that launches plain steps early.
 
     Passes take what they do on the paced device (docs/paced.md), a step with drafts waits for the
-    host, and so does each pass of the draft model. How long was read from runs there.
+    CPU, and so does each pass of the draft model. How long was read from runs there.
     """
 
-    most, trees = 24, False
+    most, trees, launches_early = 24, False, True
     max_unread, max_catch_up = 8, 512
-    looks_every = 16
+    scores_every = 16
 
     def __init__(self, traces, batch: int, warm: int = 0) -> None:
         super().__init__(traces, batch, warm)
         self.verify = lambda rows: 5.9e-3 + 21e-6 * rows
         self.draft = lambda rows: 2.8e-3 + 3.2e-6 * rows + 80e-6 * batch
         self.wait = 1.0e-3 + 0.1e-3 * min(batch, 16) + 0.03e-3 * max(0, batch - 16)
-        self.queued, self.unlooked = 0.0, 0
+        self.queued, self.unscored = 0.0, 0
 
-    def propose(self, drafter, budget):
-        """Return what is verified in this step. If control sleeps, it looks at it meanwhile."""
-        if not drafter.is_asleep:
+    def launch(self, control, budget, feasible=NOTHING):
+        """Return what is launched, and whether that is early. Then drafts are scored meanwhile."""
+        early = self.decide_early(control)
+        if early is None:
             self.seconds += self.wait / 3
-            proposal = drafter.propose(self.on_stage, budget)
+            decision = control.decide(self.on_stage, budget, feasible)
             self.seconds += self.wait * 2 / 3 + self.queued
             self.queued = 0.0
-            drafter.meanwhile()
-            return proposal
-        drafter.meanwhile()
-        self.unlooked += 1
-        if self.unlooked * self.looks_every > self.batch:
-            self.unlooked = 0
-            drafter.look(self.on_stage, budget)
-        return Proposal.empty(self.batch)
+            control.meanwhile()
+            return decision, False
+        control.meanwhile()
+        self.unscored += 1
+        if self.unscored * self.scores_every > self.batch:
+            self.unscored = 0
+            control.score_unused(self.on_stage, budget, feasible)
+        return early, True
+
+    def decide_early(self, control):
+        """Return what is launched before the last outcome is known; None for nothing."""
+        return control.decide_early(self.on_stage)
 
 
 class OverlappedModel(RecordedModel):
@@ -276,15 +320,19 @@ class OverlappedModel(RecordedModel):
 
 
 def adaptive(theatre, **options):
-    """The adaptive drafter, told first how long passes take, as a server does."""
+    """Control that knows how long passes take, as that of a server."""
     model = OverlappedModel if isinstance(theatre, Overlapped) else RecordedModel
-    drafter = adaptive_drafter(
+    options = {"limits": Limits(launches_early=theatre.launches_early), **options}
+    control = adaptive_control(
         model(theatre, siblings=theatre.trees, min_survival=0.0), clock=theatre.clock, **options
     )
+    calibrate(control, theatre)
+    return control
+
+
+def calibrate(control, theatre):
     for rows in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128):
-        drafter.cost.observe(rows, 0, theatre.verify(rows))
-        drafter.models["model"].cost.passes.observe(rows, theatre.draft(rows))
-    return drafter
+        control.calibrate(rows, theatre.verify(rows), [theatre.draft(rows)])
 
 
 class Fixed:
@@ -388,8 +436,8 @@ def speeds(kind, batch):
     """Tokens a second of every method, once the first requests are over."""
     traces, warm = traces_of(kind, batch), max(4, batch)
 
-    def play(make):
-        theatre = Theatre(traces, batch, warm)
+    def play(make, stage=Theatre):
+        theatre = stage(traces, batch, warm)
         return theatre.play(make(theatre))
 
     def fixed(name):
@@ -400,8 +448,7 @@ def speeds(kind, batch):
 
     return {
         **{name: fixed(name) for name in FIXED},
-        "tiers": play(lambda theatre: TieredDrafter(RecordedModel(theatre, min_survival=0.0))),
-        "adaptive": play(adaptive),
+        "adaptive": play(adaptive, Served),
         "oracle": best_oracle(traces, batch, warm),
     }
 

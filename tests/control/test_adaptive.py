@@ -11,11 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.control.adaptive import AdaptiveDrafter, adaptive_drafter
+from outrider.control import (
+    AdaptiveDrafter,
+    Control,
+    Feasible,
+    Limits,
+    Plain,
+    Report,
+    adaptive_control,
+)
 from outrider.control.device import DEPTHS
-from outrider.control.model_choice import CREDIT, DEBT, SHARE, Account
-from outrider.control.step import Step
-from outrider.core import Budget, KeyedCoins, Outcome, Proposal, chain
+from outrider.control.model_choice import FREE_SHARE, MAX_CREDIT, MAX_DEBT, Account
+from outrider.control.step import Passes, Step
+from outrider.core import Budget, KeyedCoins, Outcome, Outcomes, Proposal, chain
 from outrider.drafters import AheadDrafter
 
 K = 6
@@ -74,9 +82,15 @@ class World:
     def draft_passes(self, count):
         self.seconds += count * self.draft * self.noise()
 
+    def propose(self, drafter, budget):
+        return drafter.propose(self.requests, budget)
+
+    def observe(self, drafter, outcomes):
+        drafter.observe(outcomes)
+
     def step(self, drafter):
         budget = Budget((K,) * len(self.requests), "match", KeyedCoins(), self.trees)
-        proposal = drafter.propose(self.requests, budget)
+        proposal = self.propose(drafter, budget)
         self.seconds += self.verify(proposal.num_rows) * self.noise()
         outcomes = []
         for request, draft in zip(self.requests, proposal.drafts(), strict=True):
@@ -88,7 +102,7 @@ class World:
             outcomes.append(
                 Outcome(request, new, tuple(rows), len(draft.tokens), len(rows) - 1, None)
             )
-        drafter.observe(outcomes)
+        self.observe(drafter, outcomes)
         for r, outcome in enumerate(outcomes):
             self.emitted[r] += len(outcome.tokens)
         self.drafts.append(tuple(proposal.num_drafts.tolist()))
@@ -99,6 +113,11 @@ class World:
         for _ in range(steps):
             self.step(drafter)
         return (sum(self.emitted) - tokens) / (self.seconds - seconds)
+
+
+def adaptive(free, models=(), **options):
+    """Return control as a drafter."""
+    return AdaptiveDrafter(Control(free, models, **options))
 
 
 class Fixed:
@@ -126,7 +145,7 @@ def test_as_good_as_the_best_fixed_number_of_drafts(chance, batch, verify):
     """And so never much slower than plain decoding, which is one of them."""
     fixed = [World(batch, verify).run(Fixed(Guesser("free", chance), k), 400) for k in range(K + 1)]
     world = World(batch, verify)
-    drafter = AdaptiveDrafter({"free": Guesser("free", chance)}, clock=world.clock)
+    drafter = adaptive({"free": Guesser("free", chance)}, clock=world.clock)
     world.run(drafter, 60)
     assert world.run(drafter, 400) >= 0.95 * max(fixed)
 
@@ -150,7 +169,7 @@ def test_requests_are_served_by_who_serves_them_best():
             return Proposal.of(drafts)
 
     world = World(4, stairs)
-    drafter = AdaptiveDrafter({"a": Half("a", 0), "b": Half("b", 1)}, clock=world.clock)
+    drafter = adaptive({"a": Half("a", 0), "b": Half("b", 1)}, clock=world.clock)
     world.run(drafter, 60)
     assert [drafter.used(r) for r in world.requests] == ["a", "b", "a", "b"]
     assert good.asked == bad.asked == 0
@@ -160,7 +179,7 @@ def test_a_change_of_text_is_followed():
     """Prose, then a long copy: how many steps until the drafts are long again."""
     free = Guesser("free", 0.05)
     world = World(1, lambda rows: 0.02 * (4 + rows))
-    drafter = AdaptiveDrafter({"free": free}, clock=world.clock)
+    drafter = adaptive({"free": free}, clock=world.clock)
     world.run(drafter, 100)
     assert sum(d[0] for d in world.drafts[-20:]) <= 20
     free.chance = 0.97
@@ -170,7 +189,7 @@ def test_a_change_of_text_is_followed():
 
 def test_unknown_batch_sizes_start_plain():
     world = World(3)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.9)}, clock=world.clock)
+    drafter = adaptive({"free": Guesser("free", 0.9)}, clock=world.clock)
     world.run(drafter, 2)
     assert world.drafts[0] == (0, 0, 0)
     assert sum(world.drafts[1]) > 0
@@ -178,7 +197,7 @@ def test_unknown_batch_sizes_start_plain():
 
 def test_a_drafter_without_confidence_is_calibrated_too():
     world = World(1, lambda rows: 0.05 * (4 + rows))
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.1, known=False)}, clock=world.clock)
+    drafter = adaptive({"free": Guesser("free", 0.1, known=False)}, clock=world.clock)
     world.run(drafter, 100)
     assert sum(d[0] for d in world.drafts[-20:]) <= 20
 
@@ -186,20 +205,20 @@ def test_a_drafter_without_confidence_is_calibrated_too():
 def test_requests_that_end_are_forgotten():
     world = World(2)
     model = Guesser("model", 0.5, passes=world.draft_passes)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.9)}, model, clock=world.clock)
+    drafter = adaptive({"free": Guesser("free", 0.9)}, [model], clock=world.clock)
     drafter.start(world.requests)
     world.run(drafter, 5)
-    assert drafter.models["model"]._idle
+    assert drafter.control.models["model"]._idle
     drafter.stop(world.requests)
-    assert not drafter.models["model"]._idle
-    assert not drafter.acceptance._rows
+    assert not drafter.control.models["model"]._idle
+    assert not drafter.control.acceptance._rows
 
 
 @pytest.mark.parametrize(("pass_seconds", "wanted"), [(0.01, True), (0.2, False)])
 def test_a_model_drafts_where_it_is_worth_its_passes(pass_seconds, wanted):
     world = World(1, lambda rows: 0.1, pass_seconds)
     model = Guesser("model", 0.85, passes=world.draft_passes)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.1)}, model, clock=world.clock)
+    drafter = adaptive({"free": Guesser("free", 0.1)}, [model], clock=world.clock)
     world.run(drafter, 100)
     asked = model.asked
     world.run(drafter, 256)
@@ -213,7 +232,7 @@ def test_a_model_that_has_become_good_is_found_again():
     """It rests while it is bad; its optimistic estimate grows until it is tried again."""
     world = World(2, lambda rows: 0.1, 0.02)
     model = Guesser("model", 0.1, passes=world.draft_passes)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.05)}, model, clock=world.clock)
+    drafter = adaptive({"free": Guesser("free", 0.05)}, [model], clock=world.clock)
     world.run(drafter, 100)
     asked = model.asked
     world.run(drafter, 200)
@@ -254,8 +273,8 @@ def test_a_model_catches_up_where_it_would_be_worth_it(chance, chunks):
     """It does not draft before; nobody reads for a request that others serve better."""
     world = World(2, lambda rows: 0.1, 0.01 if chance else 0.2)
     model = Behind("model", chance, passes=world.draft_passes)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.1)}, model, clock=world.clock)
-    drafter.models["model"].cost.passes.observe(2, world.draft)
+    drafter = adaptive({"free": Guesser("free", 0.1)}, [model], clock=world.clock)
+    drafter.control.models["model"].cost.passes.observe(2, world.draft)
     world.run(drafter, 40)
     assert model.chunks == chunks
     assert (1 in model.asked_for) == (chunks == 0)
@@ -270,20 +289,20 @@ def test_the_time_of_catching_up_is_not_taken_for_that_of_other_passes():
 
     world = World(2, verify, 0.01)
     model = Behind("model", 0.9, passes=world.draft_passes, chunks=10)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.6)}, model, clock=world.clock)
-    drafter.models["model"].cost.passes.observe(2, world.draft)
+    drafter = adaptive({"free": Guesser("free", 0.6)}, [model], clock=world.clock)
+    drafter.control.models["model"].cost.passes.observe(2, world.draft)
     world.run(drafter, 40)
     assert model.chunks == 0
-    assert drafter.cost.verify.seconds(2) < 0.12
-    assert drafter.cost.verify.seconds(8) < 0.12
-    assert drafter.slowdown_guard.trips == 0
+    assert drafter.control.cost.verify.seconds(2) < 0.12
+    assert drafter.control.cost.verify.seconds(8) < 0.12
+    assert drafter.control.slowdown_guard.trips == 0
 
 
 def test_plain_decoding_is_measured_again_where_little_is_won():
     """The machine was slow when it last decoded plainly; now drafts that win little lose."""
     slow = {"on": True}
     world = World(4, lambda rows: 0.1 if rows > 4 or slow["on"] else 0.05)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.12)}, clock=world.clock)
+    drafter = adaptive({"free": Guesser("free", 0.12)}, clock=world.clock)
     world.run(drafter, 60)
     assert sum(sum(d) > 0 for d in world.drafts[-30:]) >= 25  # rows are free, so drafts pay
     slow["on"] = False
@@ -305,7 +324,7 @@ def test_what_drafters_say_is_joined_into_a_tree():
     def run(trees):
         world = World(2)
         free = {"a": Half("a", 0, seed=1, known=0), "b": Half("b", 0, seed=2, known=1)}
-        drafter = AdaptiveDrafter(free, clock=world.clock)
+        drafter = adaptive(free, clock=world.clock)
         world.trees = trees
         world.run(drafter, 100)
         return world.run(drafter, 400), world.drafts
@@ -320,7 +339,7 @@ def test_what_drafters_say_is_joined_into_a_tree():
 def test_a_tree_has_no_more_drafts_than_are_allowed():
     world = World(1)
     free = {name: Guesser(name, 0.5, seed=i) for i, name in enumerate("abc")}
-    drafter = AdaptiveDrafter(free, clock=world.clock)
+    drafter = adaptive(free, clock=world.clock)
     world.trees = True
     world.run(drafter, 50)
     assert max(d[0] for d in world.drafts) == K
@@ -330,92 +349,100 @@ def test_the_slowdown_guard_has_the_last_word():
     """Drafts whose time is not learned, by a fault of the estimates: they stop all the same."""
     world = World(1)
     free = Guesser("free", 0.9)
-    drafter = AdaptiveDrafter({"free": free}, clock=world.clock)
-    drafter.cost.host.observe = lambda requests, seconds: None
+    drafter = adaptive({"free": free}, clock=world.clock)
+    drafter.control.cost.cpu.observe = lambda requests, seconds: None
     free.passes = lambda count: world.draft_passes(100)  # two seconds for what was to be free
     world.run(drafter, 400)
-    assert drafter.slowdown_guard.trips > 0
+    assert drafter.control.slowdown_guard.trips > 0
     assert sum(d[0] > 0 for d in world.drafts[-200:]) < 40
 
 
 class Overlapped(World):
-    """A host that need not wait for drafts: it looks for them before a launch, or after it.
+    """An engine that need not wait for drafts: control makes them before a launch, or after it.
 
-    exposed: seconds for which the device waits if it looks before
-    ahead: whether it tells control that it can
+    exposed: seconds for which the device waits if they are made before
     """
 
     exposed = 0.03
-    ahead = True
 
-    def step(self, drafter):
-        drafter.cost.launches_ahead = self.ahead
-        if not drafter.is_asleep:
+    def propose(self, control, budget):
+        decision = control.decide_early(self.requests)
+        self.early = decision is not None
+        if self.early:
+            control.score_unused(self.requests, budget, Feasible())
+        else:
             self.seconds += self.exposed
-            super().step(drafter)
-            return
-        budget = Budget((K,) * len(self.requests), "match", KeyedCoins(), self.trees)
-        drafter.look(self.requests, budget)
-        self.seconds += self.verify(len(self.requests)) * self.noise()
-        drafter.observe([Outcome(r, (r.text(0),), (0,), 0, 0, None) for r in self.requests])
-        self.emitted = [count + 1 for count in self.emitted]
-        self.drafts.append((0,) * len(self.requests))
+            decision = control.decide(self.requests, budget, Feasible())
+        self.launched = decision
+        is_plain = isinstance(decision, Plain)
+        return Proposal.empty(len(self.requests)) if is_plain else decision.proposal
+
+    def observe(self, control, outcomes):
+        control.observe(Report(Outcomes.of(outcomes), self.launched, self.early, self.seconds))
+
+    def is_asleep(self, control):
+        return isinstance(control.decide_early(self.requests), Plain)
+
+
+def served(world, free, models=(), launches_early=True):
+    """Return control for an engine that may launch plain steps early."""
+    limits = Limits(launches_early=launches_early)
+    return Control({"free": free}, models, clock=world.clock, limits=limits)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_nobody_waits_for_drafts_that_are_never_right(batch):
     world = Overlapped(batch)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.05)}, clock=world.clock)
-    world.run(drafter, 60)
+    control = served(world, Guesser("free", 0.05))
+    world.run(control, 60)
     plain = batch / 0.1
-    assert world.run(drafter, 400) >= 0.97 * plain
-    assert drafter.is_asleep
-    # the twin: a drafter that cannot sleep pays for looking in every step
+    assert world.run(control, 400) >= 0.97 * plain
+    assert world.is_asleep(control)
+    # the twin: control that cannot sleep pays for its drafts in every step
     twin = Overlapped(batch)
-    sleepless = AdaptiveDrafter({"free": Guesser("free", 0.05)}, clock=twin.clock)
-    twin.ahead = False
+    sleepless = served(twin, Guesser("free", 0.05), launches_early=False)
     assert twin.run(sleepless, 400) < 0.85 * plain
 
 
 def test_who_sleeps_wakes_up_when_drafts_become_right():
     world, guesser = Overlapped(4), Guesser("free", 0.05)
-    drafter = AdaptiveDrafter({"free": guesser}, clock=world.clock)
-    world.run(drafter, 200)
-    assert drafter.is_asleep
+    control = served(world, guesser)
+    world.run(control, 200)
+    assert world.is_asleep(control)
     guesser.chance = 0.95
-    world.run(drafter, 60)
-    assert not drafter.is_asleep
+    world.run(control, 60)
+    assert not world.is_asleep(control)
     best = World(4).run(Fixed(Guesser("free", 0.95), K), 400)
-    assert world.run(drafter, 200) > 0.7 * best  # it waits 0.03 of each 0.13 seconds
+    assert world.run(control, 200) > 0.7 * best  # it waits 0.03 of each 0.13 seconds
 
 
 def test_a_model_that_may_be_worth_it_is_waited_for():
     world = Overlapped(1)
     model = Guesser("model", 0.9, passes=world.draft_passes)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.0)}, model, clock=world.clock)
-    world.run(drafter, 300)
-    assert world.run(drafter, 200) > 1.5 * (1 / 0.1)
+    control = served(world, Guesser("free", 0.0), [model])
+    world.run(control, 300)
+    assert world.run(control, 200) > 1.5 * (1 / 0.1)
 
 
-def test_plain_decoding_is_that_of_steps_launched_ahead():
+def test_plain_decoding_is_that_of_steps_launched_early():
     """Drafts that beat only a step that waits for them are not used."""
     world = Overlapped(1)
     # two passes of 0.02 and a wait of 0.03 in 0.17 seconds bring 1.5 tokens: 0.113 for each
     model = Guesser("model", 0.4, passes=world.draft_passes)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.0)}, model, clock=world.clock)
-    world.run(drafter, 200)
-    assert drafter.cost.plain(0, 1) == pytest.approx(0.1, rel=0.1)
-    assert world.run(drafter, 600) > 0.97 * (1 / 0.1)
-    assert drafter.cost.waiting(0, 1) == pytest.approx(world.exposed, rel=0.5)
+    control = served(world, Guesser("free", 0.0), [model])
+    world.run(control, 200)
+    assert control.cost.plain(0, 1) == pytest.approx(0.1, rel=0.1)
+    assert world.run(control, 600) > 0.97 * (1 / 0.1)
+    assert control.cost.waiting(0, 1) == pytest.approx(world.exposed, rel=0.5)
 
 
 def test_asleep_a_model_that_is_no_use_is_tried_seldom():
     world = Overlapped(4)
     model = Guesser("model", 0.02, passes=world.draft_passes)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.0)}, model, clock=world.clock)
-    world.run(drafter, 200)
+    control = served(world, Guesser("free", 0.0), [model])
+    world.run(control, 200)
     asked = model.asked
-    assert world.run(drafter, 1000) >= (1 - 2 * SHARE) * 4 / 0.1
+    assert world.run(control, 1000) >= (1 - 2 * FREE_SHARE) * 4 / 0.1
     assert model.asked - asked > 0
 
 
@@ -427,10 +454,10 @@ def test_of_several_models_the_one_that_pays_is_called(batch):
         Guesser(name, chance, passes=world.draft_passes)
         for name, chance in (("one", 0.9), ("other", 0.3))
     )
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.0)}, [one, other], clock=world.clock)
+    drafter = adaptive({"free": Guesser("free", 0.0)}, [one, other], clock=world.clock)
     alone = World(batch)
     single = Guesser("one", 0.9, passes=alone.draft_passes)
-    only = AdaptiveDrafter({"free": Guesser("free", 0.0)}, single, clock=alone.clock)
+    only = adaptive({"free": Guesser("free", 0.0)}, [single], clock=alone.clock)
     for drafters in ((world, drafter), (alone, only)):
         drafters[0].run(drafters[1], 100)
     assert world.run(drafter, 400) > 0.93 * alone.run(only, 400)
@@ -444,29 +471,31 @@ def test_of_several_models_the_one_that_pays_is_called(batch):
 def test_models_of_the_same_name_are_refused():
     model = Guesser("model", 0.5)
     with pytest.raises(ValueError, match="different names"):
-        AdaptiveDrafter({}, [model, model])
+        Control({}, [model, model])
     with pytest.raises(ValueError, match="different names"):
-        AdaptiveDrafter({"model": model}, model)
+        Control({"model": model}, [model])
 
 
 @pytest.mark.parametrize("asleep", [True, False])
 def test_a_request_may_be_taken_away_while_its_step_is_under_way(asleep):
     world = World(2)
-    drafter = AdaptiveDrafter({"free": Guesser("free", 0.9)}, clock=world.clock)
+    drafter = adaptive({"free": Guesser("free", 0.9)}, clock=world.clock)
     world.run(drafter, 20)
-    before = drafter.cost.verify.seconds(2)
+    control = drafter.control
+    before = control.cost.verify.seconds(2)
     budget = Budget((K, K), "match", KeyedCoins(), False)
-    (drafter.look if asleep else drafter.propose)(world.requests, budget)
+    (control.score_unused if asleep else control.decide)(world.requests, budget, Feasible())
     world.seconds += 5.0
     left = world.requests[1]
     drafter.observe([Outcome(left, (left.text(0),), (0,), 0, 0, None)])
-    drafter.meanwhile()
-    assert drafter.cost.verify.seconds(2) == before
+    control.meanwhile()
+    assert control.cost.verify.seconds(2) == before
 
 
 def test_an_account_may_spend_what_is_saved_and_a_share_of_all_time():
     def step(seconds, tokens, without=0.0):
-        return Step(0.0, 1, 100, seconds=seconds, tokens=tokens, without=without)
+        passes = Passes(without=without)
+        return Step(0.0, 1, 100, seconds=seconds, tokens=tokens, passes=passes)
 
     account = Account()
     assert not account.is_overdrawn  # a new model is tried at once
@@ -476,17 +505,17 @@ def test_an_account_may_spend_what_is_saved_and_a_share_of_all_time():
     while account.is_overdrawn:
         account.observe(step(1.0, 1), 1.0)
         steps += 1
-    assert steps == pytest.approx(below / SHARE, abs=1)
+    assert steps == pytest.approx(below / FREE_SHARE, abs=1)
     account.observe(step(1.0, 11, without=1.0), 1.0)  # ten seconds saved
     for _ in range(4):
         account.observe(step(3.0, 1, without=1.0), 1.0)
         assert not account.is_overdrawn
     for _ in range(100):
         account.observe(step(1.0, 11, without=1.0), 1.0)
-    assert account.balance == CREDIT
+    assert account.balance == MAX_CREDIT
     for _ in range(10):
         account.observe(step(1000.0, 1, without=1.0), 1.0)  # the machine stood still
-    for _ in range(round(DEBT / SHARE) - 1):
+    for _ in range(round(MAX_DEBT / FREE_SHARE) - 1):
         account.observe(step(1.0, 1), 1.0)
         assert account.is_overdrawn
     for _ in range(2):
@@ -494,20 +523,10 @@ def test_an_account_may_spend_what_is_saved_and_a_share_of_all_time():
     assert not account.is_overdrawn
 
 
-def test_knots_is_the_former_name_of_row_buckets():
-    buckets = [
-        adaptive_drafter(None, **{name: [8, 16]}).cost.verify.row_bucket(9)
-        for name in ("knots", "row_buckets")
-    ]
-    assert buckets == [16, 16]
-    with pytest.raises(ValueError, match="give row_buckets only"):
-        adaptive_drafter(None, knots=[8], row_buckets=[8])
-
-
 @pytest.mark.parametrize("sizes", [[], [0, 8], [8, -1], [8, "16"], "8", [8.5]])
 def test_row_buckets_are_numbers_of_rows(sizes):
     with pytest.raises(ValueError, match="row_buckets"):
-        adaptive_drafter(None, row_buckets=sizes)
+        adaptive_control(None, row_buckets=sizes)
 
 
 class Foresees(AheadDrafter):
@@ -531,9 +550,9 @@ def test_what_a_draft_server_foresees_says_nothing_of_lookups():
     learned = []
     for free in ({}, {"ahead": Foresees()}):
         world = World(2)
-        drafter = AdaptiveDrafter({"suffix": Guesser("suffix", 0.0)} | free, clock=world.clock)
+        drafter = adaptive({"suffix": Guesser("suffix", 0.0)} | free, clock=world.clock)
         world.run(drafter, 60)
-        chances = drafter.device.arms["device"].chances
-        learned.append(chances.of(drafter.acceptance.rows([0, 1]), DEPTHS[:2]).tolist())
+        chances = drafter.control.device.arms["device"].chances
+        learned.append(chances.of(drafter.control.acceptance.rows([0, 1]), DEPTHS[:2]).tolist())
         assert sum(map(sum, world.drafts[30:])) > 300 or not free
     assert learned[0] == learned[1]

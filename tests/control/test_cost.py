@@ -8,6 +8,7 @@ import pytest
 
 from outrider.control.cost import DraftCost, StepCost
 from outrider.control.curve import ROW_BUCKETS, Curve
+from outrider.control.decision import Limits
 
 
 def stairs(rows: int) -> float:
@@ -223,13 +224,13 @@ def test_a_wrong_first_value_is_not_taken_for_context():
 
 # -- a cache that is read once for each row, and a second pass that reads it once
 
+STOCK = Limits(reads_each_row=True)
 FIXED, ROW, READ = 6e-3, 20e-6, 40e-9
 
 
 def stock_cost(width=0, padding=1.0):
     """Return what is learnt of a backend that reads a request's cache for each of its rows."""
-    cost = StepCost()
-    cost.reads_each_row, cost.width = True, width
+    cost = StepCost(limits=STOCK)
     for turn in range(400):
         context, requests = (1000, 60_000)[turn % 2], 4
         for rows in (requests, 3 * requests):
@@ -237,7 +238,7 @@ def stock_cost(width=0, padding=1.0):
             cost.observe(rows, context, seconds, requests)
         if width:
             padded = padding * (FIXED + ROW * requests * width) + READ * context
-            cost.observe(2 * requests, context, padded, requests, padded=True)
+            cost.observe(2 * requests, context, padded, requests, padded_width=width)
     return cost
 
 
@@ -246,35 +247,39 @@ def test_each_row_reads_the_cache():
     assert table[4] == pytest.approx(FIXED + 4 * ROW + READ * 60_000, rel=0.1)
     assert table[12] == pytest.approx(FIXED + 12 * ROW + READ * 180_000, rel=0.1)
     shared = stock_cost()
-    shared.reads_each_row = False  # the twin: it would be taken for the cost of the rows
+    shared.limits = Limits()  # the twin: it would be taken for the cost of the rows
     assert shared.table(12, 60_000, 4)[12] < 0.8 * table[12]
 
 
 def test_a_padded_pass_is_chosen_where_it_is_faster():
     cost = stock_cost(width=5)
-    assert not cost.prefers_padded(5, 1000, 4)
-    assert cost.prefers_padded(12, 60_000, 4)
-    assert not cost.prefers_padded(4, 60_000, 4)  # nothing to verify
-    table = cost.table(12, 60_000, 4)
+    assert not cost.prefers_padded(5, 1000, 4, padded_width=5)
+    assert cost.prefers_padded(12, 60_000, 4, padded_width=5)
+    assert not cost.prefers_padded(4, 60_000, 4, padded_width=5)  # nothing to verify
+    table = cost.table(12, 60_000, 4, padded_width=5)
     padded = FIXED + 20 * ROW + READ * 60_000
     assert table[4] < padded
     assert table[12] == pytest.approx(padded, rel=0.1)
     # without graphs it may take several times as long
-    assert not stock_cost(width=5, padding=4).prefers_padded(12, 60_000, 4)
+    assert not stock_cost(width=5, padding=4).prefers_padded(12, 60_000, 4, padded_width=5)
+
+
+def test_without_a_padded_pass_none_is_chosen():
+    cost = stock_cost(width=5)
+    assert not cost.prefers_padded(12, 60_000, 4, padded_width=0)
+    assert cost.table(12, 60_000, 4)[12] > 1.1 * cost.table(12, 60_000, 4, padded_width=5)[12]
 
 
 def test_a_padded_pass_is_tried_once():
     cost = stock_cost()
-    cost.width = 5
-    assert cost.prefers_padded(12, 1000, 4)
-    cost.observe(12, 1000, 1.0, 4, padded=True)
-    assert not cost.prefers_padded(12, 1000, 4)
+    assert cost.prefers_padded(12, 1000, 4, padded_width=5)
+    cost.observe(12, 1000, 1.0, 4, padded_width=5)
+    assert not cost.prefers_padded(12, 1000, 4, padded_width=5)
 
 
 def test_a_jump_in_context_is_learnt_at_once():
     """A slow spell of the machine is not taken for it: see the test of that."""
-    cost = StepCost()
-    cost.reads_each_row = True
+    cost = StepCost(limits=STOCK)
     for _ in range(50):
         cost.observe(16, 16_000, FIXED + 16 * ROW + READ * 16_000, 16)
     for _ in range(3):
@@ -287,5 +292,5 @@ def test_a_jump_in_context_is_learnt_at_once():
 @pytest.mark.parametrize("each", [True, False])
 def test_a_plain_step_is_the_table_at_one_row_per_request(each):
     cost = stock_cost()
-    cost.reads_each_row = each
+    cost.limits = Limits(reads_each_row=each)
     assert cost.plain(60_000, 4) == cost.table(12, 60_000, 4)[4]

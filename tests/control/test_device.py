@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.control import adaptive_drafter
+from outrider.control import (
+    CpuDrafts,
+    DeviceDrafts,
+    Feasible,
+    Limits,
+    Report,
+    adaptive_control,
+)
+from outrider.control.device import NAME
 from outrider.core import (
     Budget,
     KeyedCoins,
@@ -41,7 +49,7 @@ class Head:
     """A head.
 
     right: the chance that a draft is right if the one before it is
-    deepest: how many drafts the host makes with it
+    deepest: how many drafts the CPU makes with it
     """
 
     name, deepest = "head", 6
@@ -75,10 +83,10 @@ class Head:
 
 
 class Device:
-    """A host that can let the device draft: texts in which a share of its drafts is right.
+    """An engine whose device can draft: texts in which a share of its drafts is right.
 
     right: the chance that a draft is right if the one before it is, of all requests or of each
-    wait: what a step costs that is not launched ahead, in plain steps
+    wait: what a step costs that is not launched early, in plain steps
     row: what a further row costs, in plain steps
     head: the same chance of a head's drafts, if there is a head
     ready: whether it could draft on the device
@@ -98,14 +106,13 @@ class Device:
         self.rng, self.clock = np.random.default_rng(0), Clock()
         self.right, self.wait, self.row, self.batch = right, wait, row, batch
         self.head = None if head is None else Head(head, self.rng, self.clock)
-        self.control = adaptive_drafter(self.head, clock=self.clock, **options)
-        if self.head is not None:
-            self.control.device.add(self.control.models["head"])
-            self.control.device.ready = frozenset(["head"] if ready else [])
-        self.control.cost.launches_ahead = True
-        self.is_possible = is_possible
+        limits = Limits(launches_early=True)
+        self.control = adaptive_control(self.head, clock=self.clock, limits=limits, **options)
+        self.control.add_to_device(self.control.models)
+        names = [NAME, *(["head"] if ready else [])] if is_possible else []
+        self.feasible, self.drafter = Feasible(frozenset(names)), ""
         for rows in (1, 2, 4, 8, 16, 32, 64, 128):
-            self.control.cost.observe(rows, 0, self.seconds(rows))
+            self.control.calibrate(rows, self.seconds(rows), [])
         texts = [tuple(self.rng.integers(0, 30_000, 64).tolist()) for _ in range(batch)]
         sampling = SamplingParams(max_tokens=10**6)
         self.requests = [
@@ -113,60 +120,55 @@ class Device:
         ]
         self.control.start(self.requests)
         self.budget = Budget(np.full(batch, WIDE), "match", KeyedCoins(), trees=False)
-        self.is_ahead = False
 
     def seconds(self, rows):
         return 1.0 + self.row * (rows - self.batch)
 
     def step(self):
-        """Make one step. Return how many drafts each request had, and whether it was ahead."""
-        control, ahead = self.control, self.is_ahead
-        proposal = Proposal.empty(self.batch)
-        if control.device is not None:
-            control.device.is_possible = self.is_possible
-        if ahead:
-            control.look(self.requests, self.budget)
+        """Make one step. Return how many drafts each request had, and whether it was early."""
+        control, decision = self.control, self.control.decide_early(self.requests)
+        early = decision is not None
+        if early:
+            control.score_unused(self.requests, self.budget, self.feasible)
         else:
             self.clock.now += self.wait
-            proposal = control.propose(self.requests, self.budget)
-        widths = np.zeros(self.batch, np.int64)
-        if control.device is not None:
-            widths = control.device.of(self.requests)
-            control.device.drafted = control.device.drafter
-        drafts, right = proposal, self.right if self.head is None else self.head.right
-        if widths.any():
-            drafts = made_up(widths, self.rng)
-            if control.device.drafter == "head":
+            decision = control.decide(self.requests, self.budget, self.feasible)
+        widths, drafts, right = np.zeros(self.batch, np.int64), Proposal.empty(self.batch), 0.0
+        self.drafter = ""
+        if isinstance(decision, CpuDrafts):
+            drafts, right = decision.proposal, self.right if self.head is None else self.head.right
+        elif isinstance(decision, DeviceDrafts):
+            widths, self.drafter = decision.num_drafts, decision.drafter
+            drafts, right = made_up(widths, self.rng), self.right
+            if self.drafter == "head":
                 self.head.make_passes(int(widths.max()))
-            else:
-                right = self.right
+                right = self.head.right
         emitted = torch.from_numpy(self.rng.integers(30_000, 60_000, drafts.num_rows))
         chances = np.broadcast_to(right, self.batch)[drafts.owners]
         hits = self.rng.random(len(chances)) < chances
         emitted[drafts.parent_rows[hits]] = drafts.tokens[hits]
         self.clock.now += self.seconds(drafts.num_rows)
         done = settle(self.requests, drafts, match(emitted, drafts))
-        control.observe(Outcomes.of(done))
+        control.observe(Report(Outcomes.of(done), decision, early, self.clock.now))
         done.apply()
         control.meanwhile()
-        self.is_ahead = bool(widths.any()) or control.is_asleep
-        return widths, ahead
+        return widths, early
 
     def run(self, steps):
-        """Return the drafts of each request, the share of steps ahead, and tokens per second."""
+        """Return the drafts of each request, the share of early steps, and tokens per second."""
         began = self.clock.now, sum(len(request.output) for request in self.requests)
         made = [self.step() for _ in range(steps)]
         tokens = sum(len(request.output) for request in self.requests) - began[1]
-        ahead = sum(is_ahead for _, is_ahead in made) / steps
-        return np.array([w for w, _ in made]), ahead, tokens / (self.clock.now - began[0])
+        early = sum(is_early for _, is_early in made) / steps
+        return np.array([w for w, _ in made]), early, tokens / (self.clock.now - began[0])
 
 
 def test_good_drafts_make_it_draft_and_launches_do_not_wait():
     device = Device(right=0.8)
     device.run(50)
-    widths, ahead, speed = device.run(200)
+    widths, early, speed = device.run(200)
     assert widths.mean() > 4
-    assert ahead > 0.95
+    assert early > 0.95
     assert speed > 3.0
 
 
@@ -203,30 +205,30 @@ def test_where_it_cannot_or_must_not(options):
 
 
 def test_a_good_head_drafts_on_the_device():
-    """What it is worth is learned where the host drafts with it."""
+    """What it is worth is learned where the CPU drafts with it."""
     device = Device(right=0.0, head=0.8)
     device.run(50)
     asked = device.head.asked
-    widths, ahead, speed = device.run(200)
-    assert device.control.device.drafter == "head"
+    widths, early, speed = device.run(200)
+    assert device.drafter == "head"
     assert 4 < widths.mean() < 12
-    assert ahead > 0.95
+    assert early > 0.95
     assert device.head.asked < asked + 5
     assert speed > 2.7  # 3.1 is the most, with 8 drafts
 
 
-def test_a_head_drafts_deeper_than_the_host_has_seen():
+def test_a_head_drafts_deeper_than_the_cpu_has_seen():
     """What comes after it is tried."""
     device = Device(right=0.0, head=0.6)
     device.head.deepest = 2
     device.run(100)
-    widths, ahead, speed = device.run(100)
+    widths, early, speed = device.run(100)
     assert widths.mean() > 2.5
-    assert ahead > 0.9
+    assert early > 0.9
     assert speed > 1.5
 
 
-def test_a_head_that_could_not_is_asked_by_the_host():
+def test_a_head_that_could_not_is_asked_by_the_cpu():
     device = Device(right=0.0, head=0.8, ready=False)
     device.run(50)
     asked = device.head.asked
@@ -240,7 +242,7 @@ def test_the_better_one_of_head_and_lookup_drafts():
     for right, head in ((0.95, 0.1), (0.3, 0.9)):
         device = Device(right=right, head=head)
         device.run(300)
-        widths, ahead, _ = device.run(100)
-        assert (device.control.device.drafter == "head") == (head > right)
+        widths, early, _ = device.run(100)
+        assert (device.drafter == "head") == (head > right)
         assert widths.mean() > 3
-        assert ahead > 0.9
+        assert early > 0.9

@@ -7,7 +7,7 @@ import json
 import golden
 import pytest
 
-from outrider.control import adaptive
+from outrider.control import control
 
 SOME = [cell for cell in golden.CELLS if cell.split("/")[1:] in (["edit", "1"], ["json", "16"])]
 OTHERS = [cell for cell in golden.CELLS if cell not in SOME]
@@ -43,10 +43,10 @@ def test_twin_another_margin_is_noticed(monkeypatch):
 
     before = decided()
     assert golden.differences(decided(), before) == []
-    monkeypatch.setattr(adaptive.AdaptiveDrafter.__init__, "__defaults__", _with_margin(0.06))
+    monkeypatch.setattr(control.Control.__init__, "__defaults__", _with_margin(0.06))
     assert golden.differences(decided(), before)
 
 
 def _with_margin(margin):
-    defaults = adaptive.AdaptiveDrafter.__init__.__defaults__
-    return tuple(margin if value == adaptive.MARGIN else value for value in defaults)
+    defaults = control.Control.__init__.__defaults__
+    return tuple(margin if value == control.MARGIN else value for value in defaults)

@@ -7,6 +7,7 @@ import math
 import pytest
 import replay
 
+from outrider.control import Limits
 from outrider.drafters import NgramDrafter
 
 KINDS = ("chat", "code", "edit", "json", "prose", "mixed")
@@ -53,12 +54,11 @@ def test_a_policy_that_believes_anything_is_noticed(table, monkeypatch):
     assert of_oracle({cell: replay.speeds(*cell)})[cell] < 0.88
 
 
-def overlapped(kind, batch, launches_ahead=True):
-    """How fast control with a draft model is where plain steps are launched ahead, times plain."""
+def overlapped(kind, batch, launches_early=True):
+    """How fast control with a draft model is where plain steps are launched early, times plain."""
     theatre = replay.Overlapped(replay.traces_of(kind, batch), batch, max(4, batch))
-    drafter = replay.adaptive(theatre)
-    drafter.cost.launches_ahead = launches_ahead
-    return theatre.play(drafter) / (batch / theatre.verify(batch))
+    control = replay.adaptive(theatre, limits=Limits(launches_early=launches_early))
+    return theatre.play(control) / (batch / theatre.verify(batch))
 
 
 @pytest.mark.parametrize("batch", [1, 16, 64])
@@ -74,7 +74,7 @@ def test_where_drafts_pay_control_uses_them():
 
 def test_control_that_takes_steps_that_wait_for_plain_ones_is_slower():
     """The twin: it does not know that plain steps need not wait."""
-    assert overlapped("prose", 16, launches_ahead=False) < 0.93
+    assert overlapped("prose", 16, launches_early=False) < 0.93
 
 
 def test_replay_is_the_recorded_text():

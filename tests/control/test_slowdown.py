@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.control.slowdown import ENOUGH, REST, SlowdownGuard
+from outrider.control.slowdown import MIN_STEPS, REST_STEPS, SlowdownGuard
 
 
 def drive(guard, steps, seconds):
@@ -16,9 +16,9 @@ def drive(guard, steps, seconds):
 
 def test_what_is_slower_stops_and_is_tried_again():
     guard = SlowdownGuard()
-    assert drive(guard, ENOUGH, 1.2) == ENOUGH
+    assert drive(guard, MIN_STEPS, 1.2) == MIN_STEPS
     assert guard.is_tripped
-    assert drive(guard, REST, 1.2) == 0
+    assert drive(guard, REST_STEPS, 1.2) == 0
     assert not guard.is_tripped
     assert drive(guard, 10_000, 1.2) < 0.03 * 10_000  # ever longer rests
     assert drive(guard, 2_000, 0.8) > 900  # within the longest rest it is on again

@@ -15,7 +15,7 @@ from outrider.errors import Unsupported
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from outrider.engines import load_model, load_tokenizer
+from outrider.clients import load_model, load_tokenizer
 
 
 def config(**more):

@@ -9,7 +9,7 @@ import pytest
 from outrider.doctor import machine
 from outrider.doctor.machine import Machine, check_machine, check_sglang, look
 from outrider.doctor.memory import Room
-from outrider.hosts.sglang import contract
+from outrider.engines.sglang.versions import contract
 
 ROOM = Room(2**34, "memory", is_gpu=False)
 

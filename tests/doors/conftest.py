@@ -36,7 +36,7 @@ settings.register_profile(
 )
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "hosts" / "sglang"))  # the servers of its tests
+sys.path.append(str(HERE.parent / "engines" / "sglang"))  # the servers of its tests
 HAS_SGLANG = importlib.util.find_spec("sglang") is not None
 collect_ignore = [] if HAS_SGLANG else ["test_sglang_requests.py"]
 

@@ -6,7 +6,7 @@ from outrider.audit.result import Heard, Settings
 from outrider.audit.result import Result as Audit
 from outrider.bench.measure import Parity, Plan, Run
 from outrider.bench.result import Result as Bench
-from outrider.engines import Answer, Counts, Token
+from outrider.clients import Answer, Counts, Token
 
 
 class Engine:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from outrider.clients.models import load_model, load_tokenizer  # noqa: E402
 from outrider.drafters.heads import load_head  # noqa: E402
-from outrider.engines.models import load_model, load_tokenizer  # noqa: E402
 from outrider.errors import Unsupported  # noqa: E402
 
 TINY = Path(__file__).parents[2] / "src" / "outrider" / "assets" / "tiny"
@@ -251,13 +251,13 @@ def templates(draw) -> str:
 @pytest.fixture
 def impatient(monkeypatch):
     """Templates that loop are ended sooner here: most of them are."""
-    monkeypatch.setattr("outrider.engines.chat.DEADLINE", 0.3)
+    monkeypatch.setattr("outrider.clients.chat.DEADLINE", 0.3)
 
 
 @one_folder
 @given(template=templates())
 def test_chat_templates(impatient, template):
-    from outrider.engines import render_chat
+    from outrider.clients import render_chat
 
     class Tokenizer:
         def apply_chat_template(self, messages, **more):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parents[1] / "drafters" / "ahead"))
 from talk import HELLO, Clock, Host, Liar, V, line, open_text, small_server
 
-from outrider.control import adaptive_drafter
+from outrider.control import AdaptiveDrafter, Control, adaptive_control
 from outrider.core import Budget, KeyedCoins, Outcome, Request, SamplingParams
 from outrider.drafters import AheadDrafter, GuardedDrafter
 from outrider.drafters.ahead.messages import FROM_HOST, FROM_SERVER, SENT
@@ -155,10 +155,10 @@ def _converse(said, trees, control):
     with tempfile.TemporaryDirectory() as folder:
         liar, clock = Liar(Path(folder) / "draft.sock"), Clock()
         ahead = AheadDrafter(Path(folder) / "draft.sock", wait=1e-9, clock=clock)
-        drafter = adaptive_drafter() if control else ahead
+        drafter = ahead
         if control:
-            drafter.free["ahead"] = drafter._drafters["ahead"] = ahead
-            drafter.acceptance.add("ahead")
+            free = adaptive_control().free | {"ahead": ahead}
+            drafter = AdaptiveDrafter(Control(free))
         guard = GuardedDrafter(drafter, V)
         asked = [Request(n, (1, 2, 3) * 3, SamplingParams(), 0) for n in (1, 2)]
         budget = Budget(np.array([4, 4]), "match", KeyedCoins(), trees=trees)

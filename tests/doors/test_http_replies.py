@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from raw_server import events, http, serving
 from strategies import STEERS, damaged, encoded, refusal, texts, values, written
 
-from outrider.engines import Answer, Counts, Query, base_url, open_engine, shown_url
-from outrider.engines import server as engine_server
-from outrider.engines.counters import counts_of, parse_metrics
-from outrider.engines.http import Client, Limits
-from outrider.engines.server import ServerEngine
+from outrider.clients import Answer, Counts, Query, base_url, open_engine, shown_url
+from outrider.clients import server as engine_server
+from outrider.clients.counters import counts_of, parse_metrics
+from outrider.clients.http import Client, Limits
+from outrider.clients.server import ServerEngine
 from outrider.errors import Unsupported, UsageError
 
 SHORT = Limits(seconds=1.0, size=2**16, total=2**18)

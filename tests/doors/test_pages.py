@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reports import audit, bench, search, selftest, trial, walk
 from strategies import STEERS, texts
 
-from outrider.engines import Counts
+from outrider.clients import Counts
 from outrider.report import Page, table
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

@@ -7,7 +7,7 @@ from hypothesis import given
 from strategies import bombs, damaged, encoded, refusal, yaml_texts
 
 from outrider.errors import Unsupported
-from outrider.hosts.sglang.profile import LONGEST_PROFILE, Profile, _load, load_profile
+from outrider.serving.profile import LONGEST_PROFILE, Profile, _load, load_profile
 
 USUAL = {
     "drafter": "adaptive", "drafters": {"suffix": {"shared_tokens": 10}, "h": {"path": "x"}},

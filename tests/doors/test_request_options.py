@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import refusal, written
 
-from outrider.hosts.sglang.profile import RequestOptions, request_options
+from outrider.serving.profile import RequestOptions, request_options
 
 USUAL = {"max_drafts": 3, "drafter": "ngram", "explain": False}
 DRAFTERS = ["adaptive", "ngram", "none"]

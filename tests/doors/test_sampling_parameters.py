@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import mutated, refusal, texts, values, written
 
-from outrider.hosts.sglang.field_checks import INT32, INT64, MAX_NESTED, MAX_REAL, shallow
-from outrider.hosts.sglang.intake import (
+from outrider.engines.sglang.intake.fields import INT32, INT64, MAX_NESTED, MAX_REAL, shallow
+from outrider.engines.sglang.intake.parameters import (
     EACH,
     INTERNAL,
     MAX_ANSWERS,
@@ -22,7 +22,7 @@ from outrider.hosts.sglang.intake import (
     check_form,
     check_request,
 )
-from outrider.hosts.sglang.patterns import are_quick, check_patterns
+from outrider.engines.sglang.intake.patterns import are_quick, check_patterns
 
 V = 100
 PARAMS = {

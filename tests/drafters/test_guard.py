@@ -12,6 +12,7 @@ from outrider.core import (
     ROOT,
     Budget,
     Draft,
+    DraftFault,
     KeyedCoins,
     Outcome,
     PointMass,
@@ -255,24 +256,161 @@ def test_thread_without_fault():
     guard.close()
 
 
-class Looking(Scripted):
-    """A drafter that also looks while the device works."""
-
-    def look(self, requests, budget):
-        self.calls.append("look")
-        if self.script:
-            self.script.pop(0)()
+# -- what a server calls of a drafter beside the protocol
 
 
-def test_a_look_is_guarded_too():
-    drafter = Looking()
+def known(*script, **options):
+    """Return a guarded drafter that knows two requests, and them."""
+    guard, made = GuardedDrafter(Scripted(*script), V, **options), requests()
+    guard.start(made)
+    return guard, made
+
+
+def test_a_call_is_guarded_too():
+    calls: list[str] = []
+    drafter = Scripted()
     guard, some = GuardedDrafter(drafter, V), requests()
-    guard.look(some, budget())
-    assert "look" not in drafter.calls  # it does not know them yet
+    guard.call(some, lambda: calls.append("called"))
+    assert calls == []  # it does not know them yet
     guard.start(some)
-    guard.look(some, budget())
-    assert drafter.calls[-1] == "look"
-    drafter.script.append(fail)
-    guard.look(some, budget())
-    assert guard.fallbacks["error"] == 2
-    GuardedDrafter(Scripted(), V).look(some, budget())  # most do not look
+    guard.call(some[:1], lambda: calls.append("called"))
+    assert calls == ["called"]
+    guard.call(some, fail)
+    assert guard.fallbacks == {"error": 2}
+    guard.call(some, lambda: calls.append("called"))
+    assert calls == ["called"], "it rests, and knows nobody"
+
+
+def test_what_is_asked_is_guarded_too():
+    guard, made = known()
+    assert guard.ask(made, lambda: 7) == 7
+    assert guard.ask(made, fail) is None
+    assert guard.fallbacks == {"error": 2}
+    assert guard.ask(made, lambda: 7) is None, "it rests"
+    assert guard.fallbacks == {"error": 2, "resting": 2}
+    drafter = guard._drafter
+    assert drafter.known == set()
+    assert guard.ask(made, lambda: sorted(drafter.known)) == [0, 1], "after a fault: anew"
+
+
+def test_new_requests_are_introduced_before_a_question():
+    guard, _ = known()
+    more = requests(3)
+    assert guard.ask(more, lambda: sorted(guard._drafter.known)) == [0, 1, 2]
+
+
+def test_an_answer_ends_the_growth_of_rests_and_a_fault_does_not():
+    guard, made = known()
+    rests = []
+    for call in (fail, fail, lambda: 7, fail):
+        guard.ask(made, call)
+        rests.append(guard._rest)
+        while guard._rest:
+            guard.ask(made, call)
+    assert rests == [1, 2, 0, 1]
+
+
+def test_a_question_that_takes_too_long_is_a_time_out():
+    gate = threading.Event()
+    guard, made = known(timeout=0.05)
+    assert guard.ask(made, lambda: gate.wait(10)) is None
+    assert guard.fallbacks == {"timeout": 2}
+    guard.call(made, fail)
+    guard.pass_on([Outcome(made[0], (1,), (0,), 0, 0, None)], lambda outcomes: fail())
+    assert guard.fallbacks == {"timeout": 2}, "nothing is called while a call hangs"
+    gate.set()
+    guard.close()
+
+
+def test_what_is_checked_is_a_copy_or_a_fault():
+    guard, made = known()
+    proposal = Proposal.of([chain([1, 2]), chain([3])])
+    found = guard.checked(proposal, budget())
+    proposal.tokens.fill_(V + 5)
+    assert found.tokens.tolist() == [1, 2, 3]
+    with pytest.raises(DraftFault, match="token ids outside"):
+        guard.checked(proposal, budget())
+    assert guard.ask(made, lambda: guard.checked(proposal, budget())) is None
+    assert guard.fallbacks == {"garbage": 2}
+
+
+def test_what_is_passed_on_is_guarded_and_of_known_requests():
+    guard, made = known()
+    seen = []
+    done = [Outcome(r, (1,), (0,), 0, 0, None) for r in requests(3)]
+    guard.pass_on(done, lambda outcomes: seen.append([o.request.id for o in outcomes]))
+    assert seen == [[0, 1]], "the third was never introduced"
+    guard.stop(made)
+    guard.pass_on(done, lambda outcomes: fail())
+    assert not guard.fallbacks, "it knows nobody"
+    guard.start(made)
+    guard.pass_on(done, lambda outcomes: fail())
+    assert guard.fallbacks == {"error": 2}
+
+
+def test_work_that_can_wait_is_guarded():
+    drafter = Scripted()
+    drafter.meanwhile = lambda: drafter.calls.append("meanwhile")
+    guard = GuardedDrafter(drafter, V)
+    guard.meanwhile()
+    assert drafter.calls == ["meanwhile"]
+    drafter.meanwhile = fail
+    broken = GuardedDrafter(drafter, V)
+    broken.start(requests())
+    broken.meanwhile()
+    assert broken._rest == 1
+    broken.meanwhile()  # not called while it rests
+    assert run(broken, 3)[-1], "it goes on later"
+    GuardedDrafter(Scripted(), V).meanwhile()  # most have no such work
+
+
+CALLS = {
+    "start": lambda guard, made: guard.start(made),
+    "propose": lambda guard, made: guard.propose(made, budget()),
+    "ask": lambda guard, made: guard.ask(made, fail),
+    "call": lambda guard, made: guard.call(made, fail),
+    "observe": lambda guard, made: guard.observe(outcomes_of(made)),
+    "pass_on": lambda guard, made: guard.pass_on(outcomes_of(made), lambda done: fail()),
+    "meanwhile": lambda guard, made: guard.meanwhile(),
+    "stop": lambda guard, made: guard.stop(made),
+}
+
+
+def outcomes_of(made):
+    return [Outcome(r, (1,), (0,), 0, 0, None) for r in made]
+
+
+class Failing(Scripted):
+    """Fails in every call, once it is told to."""
+
+    fails = False
+
+    def _fail(self, *_):
+        if self.fails:
+            fail()
+
+    start = observe = stop = _fail
+
+    def propose(self, requests, budget):
+        fail()
+
+    def meanwhile(self):
+        self._fail()
+
+
+@pytest.mark.parametrize("timeout", [None, 5])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_law_every_call_is_guarded(name, timeout, caplog):
+    drafter = Failing()
+    guard, made = GuardedDrafter(drafter, V, timeout), requests()
+    guard.start(made)
+    drafter.fails = True
+    CALLS[name](guard, made)
+    assert "out of memory" in caplog.text
+    assert guard._rest == 1
+    guard.close()
+
+
+def test_each_public_call_of_a_drafter_is_among_them():
+    methods = {n for n, f in vars(GuardedDrafter).items() if callable(f) and n[0] != "_"}
+    assert methods - CALLS.keys() == {"checked", "close"}, "these call no drafter"

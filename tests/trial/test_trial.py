@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from outrider.audit.result import CHANGED, OPEN, SAME, THIN
 from outrider.cli.main import app
-from outrider.engines import Answer, Counts, Refused, Token
-from outrider.engines.process import child, serving
+from outrider.clients import Answer, Counts, Refused, Token
+from outrider.clients.process import child, serving
 from outrider.errors import Unsupported, UsageError
 from outrider.report.console import Exit
 from outrider.trial import run as command

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.engines import Answer, Counts
+from outrider.clients import Answer, Counts
 from outrider.errors import Unsupported, UsageError
 from outrider.tune import run as command
 from outrider.tune.advice import advise
@@ -173,7 +173,7 @@ def test_nothing_but_short_answers(tmp_path, monkeypatch):
     world = Counting()
     world.short = dict.fromkeys(["a", "b"], 0)
     (tmp_path / "own.txt").write_text("a\nb\n")
-    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: world)
+    monkeypatch.setattr("outrider.clients.open_engine", lambda spec: world)
     options = ["--workload", str(tmp_path / "own.txt"), "--minutes", "0.1", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["tune", "--engine", "http://world", *options])
     assert done.exit_code == 4, done.output
@@ -225,7 +225,7 @@ def test_no_more_drafts_than_the_server_allows(tmp_path, monkeypatch, capsys):
                    "suffix": {1: 10.0, 2: 10.0, 4: 10.0, 5: 10.0},
                    "adaptive": {1: 10.0, 2: 10.0, 4: 10.0, 5: 10.0}})  # fmt: skip
     monkeypatch.setattr(world, "facts", lambda: {"model": "m", "speculative_num_steps": 5})
-    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: world)
+    monkeypatch.setattr("outrider.clients.open_engine", lambda spec: world)
     command.run(wanted(tmp_path), True)
     found = json.loads(capsys.readouterr().out)
     assert found["profile"] == {"drafter": "model", "max_drafts": 5}
@@ -241,7 +241,7 @@ def test_no_more_drafts_than_the_server_allows(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_flags_decide_how_many_drafts_a_server_allows(tmp_path, monkeypatch, flags, said):
-    from outrider.engines import process
+    from outrider.clients import process
     from outrider.tune import server
 
     seen = []
@@ -322,7 +322,7 @@ def test_only_what_the_engine_has_is_tried():
 
 
 def test_a_profile_is_one_that_serves(tmp_path):
-    from outrider.hosts.sglang.profile import load_profile
+    from outrider.serving.profile import load_profile
 
     advice = advise(search(World()), 4, "4 bits: 1.80")
     file = tmp_path / "profile.yaml"
@@ -341,7 +341,7 @@ def wanted(tmp_path, **more):
 
 def test_the_command_writes_profile_result_and_page(tmp_path, monkeypatch, capsys):
     world = World()
-    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: world)
+    monkeypatch.setattr("outrider.clients.open_engine", lambda spec: world)
     command.run(wanted(tmp_path), True)
     found = json.loads(capsys.readouterr().out)
     assert found["profile"] == {"drafter": "model", "max_drafts": 4}
@@ -350,7 +350,7 @@ def test_the_command_writes_profile_result_and_page(tmp_path, monkeypatch, capsy
 
 
 def test_what_is_printed_into_a_file_is_the_profile(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: World())
+    monkeypatch.setattr("outrider.clients.open_engine", lambda spec: World())
     command.run(wanted(tmp_path), False)
     assert capsys.readouterr().out == (tmp_path / "profile.yaml").read_text()
 
@@ -358,7 +358,7 @@ def test_what_is_printed_into_a_file_is_the_profile(tmp_path, monkeypatch, capsy
 def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys):
     world = World()
     world.stop_at = 1000.0
-    monkeypatch.setattr("outrider.engines.open_engine", lambda spec: world)
+    monkeypatch.setattr("outrider.clients.open_engine", lambda spec: world)
     with pytest.raises(SystemExit, match="130"):
         command.run(wanted(tmp_path, minutes=60.0), True)
     found = json.loads((tmp_path / "tune.json").read_text())

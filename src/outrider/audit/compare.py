@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.engines import Answer, Token
+from outrider.clients import Answer, Token
 
 __all__ = ["Comparison", "Divergence", "Tolerance", "Verdict", "compare", "depart", "tolerance"]
 

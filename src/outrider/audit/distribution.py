@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from outrider.engines import Answer
+from outrider.clients import Answer
 
 __all__ = [
     "LENGTH",

@@ -11,7 +11,7 @@ from outrider.audit.compare import Divergence
 from outrider.audit.distribution import SIGNIFICANT, DistributionResult
 from outrider.audit.plots import cut, histogram, outcomes, visible
 from outrider.audit.result import CHANGED, SAME, TIES, Agreement, Result, summary
-from outrider.engines import Answer, Token
+from outrider.clients import Answer, Token
 from outrider.report import Page, table
 from outrider.report.page import State
 

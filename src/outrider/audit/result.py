@@ -18,7 +18,7 @@ from outrider.audit.compare import (
     tolerance,
 )
 from outrider.audit.distribution import POWER, DistributionResult, compare_distributions
-from outrider.engines import Answer, Counts, Token
+from outrider.clients import Answer, Counts, Token
 from outrider.report.console import Exit
 
 __all__ = ["Agreement", "Answers", "Heard", "Result", "Settings", "quantile", "wilson"]

@@ -27,7 +27,7 @@ from outrider.audit.result import (
     Settings,
     summary,
 )
-from outrider.engines import Answer, Counts, Engine, Query, Refused, both_modes, open_engine
+from outrider.clients import Answer, Counts, Engine, Query, Refused, both_modes, open_engine
 from outrider.errors import Unsupported
 from outrider.report.console import Stage, Terminal, printable
 

@@ -12,7 +12,7 @@ from typing import Any
 from outrider.audit import Comparison, compare, depart, tolerance
 from outrider.audit.prompts import read_prompts
 from outrider.bench.workloads import KINDS, prompts
-from outrider.engines import Answer, Counts, Engine, Query
+from outrider.clients import Answer, Counts, Engine, Query
 from outrider.errors import UsageError
 
 __all__ = ["Cell", "Parity", "Plan", "Run", "measure", "speed_of", "timed", "workload"]

@@ -17,7 +17,7 @@ from outrider.report.console import Exit, Stage, Terminal, words
 
 if TYPE_CHECKING:
     from outrider.bench.result import Result
-    from outrider.engines import Engine
+    from outrider.clients import Engine
 
 __all__ = ["run", "run_compare"]
 
@@ -70,7 +70,7 @@ def prepare(
     """Open the engines, read the texts. One engine alone is compared with itself without drafts."""
     from outrider.bench.measure import Plan, workload
     from outrider.bench.result import Result
-    from outrider.engines import both_modes, open_engine
+    from outrider.clients import both_modes, open_engine
     from outrider.report import provenance
 
     most = max([*(settings["concurrency"] or LOADS), *(8 for _ in settings["rates"])])

@@ -19,9 +19,9 @@ def run(
     """Load the model and serve until the process is told to end."""
     import torch
 
+    from outrider.clients.models import check_target, load_model
     from outrider.drafters.ahead import DraftServer
-    from outrider.engines.models import check_target, load_model
-    from outrider.hosts.transformers.runner import Runner
+    from outrider.engines.transformers.runner import Runner
     from outrider.kernels.sample_match import DeviceCoins
 
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.WARNING, stream=sys.stderr)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from outrider.engines.process import safe, sglang_command
+from outrider.clients.process import safe, sglang_command
 from outrider.errors import Unsupported, UsageError
 
 
@@ -15,7 +15,7 @@ def run(profile: Path | None, arguments: Sequence[str]) -> None:
     """Check the profile and become `python -m sglang.launch_server`."""
     # before the profile, whose check needs torch
     command = sglang_command()
-    from outrider.hosts.sglang.profile import CONFIG_VARIABLE, load_profile
+    from outrider.serving.profile import CONFIG_VARIABLE, load_profile
 
     environment = safe()
     if profile is not None:

@@ -6,13 +6,14 @@ The time of a pass has two parts:
 * reading the cache: a slope per cached token. It is learned from steps of the same row bucket that
   read different numbers of tokens.
 
-A step with drafts is launched when the step before it has been read, and *host* time passes between
-the two. A host that can launch *ahead* does not wait in a plain step. The time of such steps is
-learned separately: that is the plain decoding that drafts have to beat.
+A step with drafts of the CPU is launched when the outcome of the step before it is known, and *CPU*
+time passes between the two. An engine that launches plain steps *early* does not wait in them. The
+time of such steps is learned separately: that is the plain decoding that drafts have to beat.
 
 Some attention backends read a request's cache once for all of its rows; others read it once per
-row. A host of the second kind may also have a *padded* pass, which reads the cache once but has the
-same number of rows for every request. A step with drafts then takes the time of the cheaper pass.
+row. An engine of the second kind may also have a *padded* pass, which reads the cache once but has
+the same number of rows for every request. A step with drafts then takes the time of the cheaper
+pass.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.control.curve import CLIP, ROW_BUCKETS, Curve
+from outrider.control.decision import Limits
 from outrider.control.estimate import RATE, Estimate
 
 FEW_TOKENS = 2.0**30
@@ -86,7 +88,7 @@ class DraftCost:
         """Return the expected time of so many passes, one after the other.
 
         requests: number of requests that the model drafts for
-        unread: tokens of these requests that it has not read yet, the last ones included
+        unread: tokens of these requests that it has not consumed yet, the last ones included
         """
         return self.passes.seconds(unread) + (passes - 1) * self.passes.seconds(requests)
 
@@ -94,22 +96,23 @@ class DraftCost:
 class StepCost:
     """The time of a step without drafting.
 
-    verify: a pass of the target by rows, from its proposal to its outcome, without the time to read
+    verify: a pass of the target by rows, from its decision to its outcome, without the time to read
         the cache
-    host: from an outcome to the next proposal, by requests, without draft passes
-    ahead: a plain step that was launched ahead, from outcome to outcome, likewise
-    launches_ahead: whether the host launches plain steps ahead
+    cpu: from an outcome to the next decision, by requests, without draft passes
+    early: a step without drafts of the CPU that was launched early, from outcome to outcome,
+        likewise
     slope: seconds per cached token that a pass reads
-    row_buckets: of `verify`
-    reads_each_row: whether a request's cache is read once for each of its rows
-    width: rows per request in a padded pass; 0 if the host has no such pass
     padded: a padded pass by all of its rows, without the time to read the cache
+    row_buckets: of `verify`
+    limits: what the engine can do
     """
 
-    def __init__(self, row_buckets: Sequence[int] = ROW_BUCKETS) -> None:
+    def __init__(
+        self, row_buckets: Sequence[int] = ROW_BUCKETS, limits: Limits | None = None
+    ) -> None:
         self.verify, self.slope, self.row_buckets = Curve(row_buckets), Slope(), row_buckets
-        self.reads_each_row, self.width, self.padded = False, 0, Curve()
-        self.host, self.ahead, self.launches_ahead = Curve(), Curve(), False
+        self.cpu, self.early, self.padded = Curve(), Curve(), Curve()
+        self.limits = limits or Limits()
 
     def observe(
         self,
@@ -117,89 +120,90 @@ class StepCost:
         context: int,
         seconds: float,
         requests: int | None = None,
-        padded: bool = False,
-        ahead: bool = False,
+        padded_width: int = 0,
+        early: bool = False,
     ) -> None:
-        """Learn from one pass of the target, or from a step that was launched ahead.
+        """Learn from one pass of the target, or from a step that was launched early.
 
         context: tokens of all requests together
         requests: number of requests; None for a plain step, which has one row per request
-        padded: whether it was a padded pass
-        ahead: whether the step was launched ahead
+        padded_width: rows of each request in a padded pass; 0 if it was not padded
+        early: whether the step was launched early
         """
         requests = rows if requests is None else requests
-        curve, read = self.ahead if ahead else self.verify, self._read(rows, context, requests)
-        if padded:
-            curve, rows, read = self.padded, requests * self.width, context
+        curve, read = self.early if early else self.verify, self._read(rows, context, requests)
+        if padded_width:
+            curve, rows, read = self.padded, requests * padded_width, context
         else:
-            self.slope.observe((ahead, curve.row_bucket(rows)), read, seconds)
+            self.slope.observe((early, curve.row_bucket(rows)), read, seconds)
         curve.observe(rows, max(0.1 * seconds, seconds - self.slope.value * read))
 
     def refresh(self) -> None:
         """Work out now what the next decision asks for."""
-        for curve in (self.verify, self.host, self.ahead):
+        for curve in (self.verify, self.cpu, self.early):
             curve.refresh()
 
     def table(
-        self, rows: int, context: int, requests: int, padded: bool = True
+        self, rows: int, context: int, requests: int, padded_width: int = 0
     ) -> NDArray[np.float64]:
         """Return the expected time of a step of 0, 1, ... up to so many rows, without drafting.
 
-        The entry of `requests` rows is a plain step, which may be launched ahead.
+        The entry of `requests` rows is a plain step, which may be launched early.
 
         context: tokens of all requests together
         requests: number of requests, at least 1. A backend that reads the cache once per row reads
             `context` once up to this many rows, and in proportion to the rows beyond.
-        padded: whether a padded pass may be used
+        padded_width: rows of each request in a padded pass; 0 if it may not be used
         """
-        if self.reads_each_row:
+        if self.limits.reads_each_row:
             reads = np.maximum(np.arange(rows + 1) / requests, 1.0)
-            found = self.verify.table(rows) + self.slope.value * context * reads
-            if self.width and padded:
-                most = self._padded(context, requests)
-                found[requests + 1 :] = found[requests + 1 :].clip(max=most)
+            seconds = self.verify.table(rows) + self.slope.value * context * reads
+            if padded_width:
+                most = self._padded(context, requests, padded_width)
+                seconds[requests + 1 :] = seconds[requests + 1 :].clip(max=most)
         else:
-            found = self.verify.table(rows) + self.slope.value * context
-        found += self.host.seconds(requests)
-        found[requests] = self.plain(context, requests)
-        return found
+            seconds = self.verify.table(rows) + self.slope.value * context
+        seconds += self.cpu.seconds(requests)
+        seconds[requests] = self.plain(context, requests)
+        return seconds
 
-    def ahead_table(self, rows: int, context: int, requests: int) -> NDArray[np.float64]:
-        """Return the same of steps that are launched ahead, drafts or not."""
-        found = self.table(rows, context, requests, padded=False)
-        plain = float(found[requests])
-        found[requests + 1 :] -= self.waiting(context, requests)
-        return np.maximum(found, plain)
+    def early_table(self, rows: int, context: int, requests: int) -> NDArray[np.float64]:
+        """Return the same of steps that are launched early, drafts or not."""
+        seconds = self.table(rows, context, requests)
+        plain = float(seconds[requests])
+        seconds[requests + 1 :] -= self.waiting(context, requests)
+        return np.maximum(seconds, plain)
 
     def plain(self, context: int, requests: int) -> float:
-        """Return the expected time of a plain step, launched ahead if the host does that."""
+        """Return the expected time of a plain step, launched early if the engine does that."""
         seconds = self.verify.seconds(requests)
-        if self.ahead.has_seen(requests):
-            # its pass is not longer for being launched ahead: a slow one was an accident
-            seconds = min(seconds, self.ahead.seconds(requests))
-        elif not self.launches_ahead:
-            seconds += self.host.seconds(requests)
+        if self.early.has_seen(requests):
+            # its pass is not longer for being launched early: a slow one was an accident
+            seconds = min(seconds, self.early.seconds(requests))
+        elif not self.limits.launches_early:
+            seconds += self.cpu.seconds(requests)
         return seconds + self.slope.value * context
 
     def waiting(self, context: int, requests: int) -> float:
-        """Return how much longer a plain step takes if it is not launched ahead."""
-        seconds = self.verify.seconds(requests) + self.host.seconds(requests)
+        """Return how much longer a plain step takes if it is not launched early."""
+        seconds = self.verify.seconds(requests) + self.cpu.seconds(requests)
         return max(0.0, seconds + self.slope.value * context - self.plain(context, requests))
 
-    def prefers_padded(self, rows: int, context: int, requests: int) -> bool:
+    def prefers_padded(self, rows: int, context: int, requests: int, padded_width: int) -> bool:
         """Say whether a padded pass would be faster than the usual pass of so many rows."""
-        if not self.width or rows == requests:
+        if not padded_width or rows == requests:
             return False
         usual = self.verify.seconds(rows) + self.slope.value * self._read(rows, context, requests)
-        return self._padded(context, requests) < usual
+        return self._padded(context, requests, padded_width) < usual
 
     def _read(self, rows: int, context: int, requests: int) -> int:
         """Return how many cached tokens a pass reads if drafts are spread evenly."""
-        return context * max(rows, requests) // requests if self.reads_each_row else context
+        each_row = self.limits.reads_each_row
+        return context * max(rows, requests) // requests if each_row else context
 
-    def _padded(self, context: int, requests: int) -> float:
+    def _padded(self, context: int, requests: int, width: int) -> float:
         """Return the expected time of a padded pass. Until one was seen, padding counts as free."""
-        rows = requests * self.width
+        rows = requests * width
         known = self.padded.has_seen(rows)
         seconds = self.padded.seconds(rows) if known else self.verify.seconds(requests)
         return seconds + self.slope.value * context

@@ -28,7 +28,7 @@ ROW_BUCKETS: tuple[int, ...] = (
     *range(1, 33),
     *(36, 40, 44, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512),
 )
-"""Row buckets of a host without captured graphs. Larger ones continue with four per doubling."""
+"""Row buckets of an engine without captured graphs. Larger ones continue with four per doubling."""
 
 OPTIMISM = 0.05
 """How much faster than its average a bucket is assumed to be after one observation, in logarithms.
@@ -46,7 +46,7 @@ class RowBuckets:
 
     A bucket is named by its largest number of rows.
 
-    sizes: the sizes of the host's captured graphs, or ROW_BUCKETS if it has none
+    sizes: the sizes of the engine's captured graphs, or ROW_BUCKETS if it has none
     largest_graph: rows of the largest captured graph; 0 without graphs
     """
 

@@ -6,10 +6,10 @@ little is known about, and it grows with each step in which the model is not cal
 acceptance would not pay for the draft passes, the model is not called.
 
 The model has an *account* of time, so that it cannot make decoding much slower, whatever the
-estimates say. A step with the model pays in the time that it saved, or draws the time that it lost,
-by what was measured. Every step pays in a small share of its time. While the account is overdrawn,
-the model is not called; and it is called for the optimistic estimate's sake only while the account
-is nearly full.
+estimates say. Time saved by the model is credited; time lost is debited, by what was measured. A
+small share of the time of every step is credited too. While the account is overdrawn, the model is
+not called; and it is called for the optimistic estimate's sake only while the account is nearly
+full.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ import numpy as np
 
 from outrider.control.acceptance import Acceptance
 from outrider.control.cost import DraftCost, StepCost
+from outrider.control.decision import Feasible
 from outrider.control.plan import Plan
 from outrider.control.policy import NO_INDICES, best_goodput
-from outrider.control.step import Step
+from outrider.control.step import NO_PASSES, Passes, Step
 from outrider.core import Bools, Budget, Drafter, Floats, Ints, Proposal, Request
 
-SHARE = 0.01
+FREE_SHARE = 0.01
 """Share of all time that a model which never pays may cost: see `Account`."""
 
-CREDIT = 8.0
+MAX_CREDIT = 8.0
 """The most that an account holds, and what a new one has, in plain steps. What single steps gain or
 lose must be well below it."""
 
-DEBT = 4.0
+MAX_DEBT = 4.0
 """The most that an account can owe, in plain steps. Where the machine stands still for a moment, a
-step takes long, and not for the model's sake: the model is not called for DEBT / SHARE steps then,
-however long the moment was."""
+step takes long, and not because of the model: the model is not called for MAX_DEBT / FREE_SHARE
+steps then, however long the moment was."""
 
-FOR_TRIES = 2.0
-"""How much of the credit can be spent on tries."""
+TRY_CREDIT = 2.0
+"""How much of the credit can be spent on tries, in plain steps."""
 
-AS_BEFORE, RECENT = 0.5, 0.95
-"""A step with the model must promise at least this share of the goodput of the recent steps. (Where
-lookups have served well, they soon will again, and a long step with the model costs more than it
-brings.) With each step, the weight of those before falls by the factor RECENT."""
+MIN_RECENT_SHARE, RECENT_MEMORY = 0.5, 0.95
+"""A step with the model must promise at least MIN_RECENT_SHARE of the goodput of the recent steps.
+(Where lookups have served well, they soon will again, and a long step with the model costs more
+than it brings.) With each step, the weight of those before falls by the factor RECENT_MEMORY."""
 
 DEPTHS = np.array([1, 2, 3, 4, 6, 8, 12, 16])
 """Numbers of draft passes that are compared."""
@@ -59,7 +60,7 @@ class PassingDrafter(Drafter, Protocol):
     """
 
     def unread(self, request: Request) -> int:
-        """Return how many tokens of a request the next pass will read."""
+        """Return how many tokens of a request the next pass will consume."""
         ...
 
     def ready(self, request: Request) -> bool:
@@ -77,16 +78,34 @@ class Situation:
 
     requests: [B]
     rows: [B] of the requests: see `Acceptance.rows`
+    context: tokens of all requests together
     budget: of the step
+    feasible: what the engine can do in the step
     plan: the drafts of the free drafters
     seconds: time of a step with so many rows, without drafting
     """
 
     requests: Sequence[Request]
     rows: Ints
+    context: int
     budget: Budget
+    feasible: Feasible
     plan: Plan
     seconds: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Whether the draft model is called in a step, and for which requests.
+
+    goodput: that is expected of the step
+    users: the requests that the model drafts for, as indices
+    passes: what the model has done for the step so far
+    """
+
+    goodput: float
+    users: Ints
+    passes: Passes = NO_PASSES
 
 
 class Account:
@@ -96,7 +115,7 @@ class Account:
     """
 
     def __init__(self) -> None:
-        self.balance = CREDIT
+        self.balance = MAX_CREDIT
         self._plain = self._seconds = 0.0  # of recent steps: if they had been plain, and as it was
 
     @property
@@ -112,19 +131,20 @@ class Account:
     @property
     def allows_tries(self) -> bool:
         """Whether the model may be called though it is not expected to pay."""
-        return self.balance > CREDIT - FOR_TRIES
+        return self.balance > MAX_CREDIT - TRY_CREDIT
 
-    def observe(self, step: Step, plain: float, is_mine: bool = True) -> None:
-        """Pay a step in.
+    def observe(self, step: Step, plain: float, takes_part: bool = True) -> None:
+        """Credit the time that a step saved, or debit the time that it lost.
 
         plain: seconds of a plain step of its requests
-        is_mine: whether the model had a part in it
+        takes_part: whether the model had a part in it
         """
-        saved = step.tokens / step.without - step.seconds if is_mine and step.without else 0.0
-        paid = (SHARE * step.seconds + saved) / plain if plain else 0.0
-        self.balance = max(-DEBT, min(self.balance + paid, CREDIT))
-        self._plain = RECENT * self._plain + step.tokens / step.requests * plain
-        self._seconds = RECENT * self._seconds + step.seconds
+        without = step.passes.without if takes_part else 0.0
+        saved = step.tokens / without - step.seconds if without else 0.0
+        paid = (FREE_SHARE * step.seconds + saved) / plain if plain else 0.0
+        self.balance = max(-MAX_DEBT, min(self.balance + paid, MAX_CREDIT))
+        self._plain = RECENT_MEMORY * self._plain + step.tokens / step.requests * plain
+        self._seconds = RECENT_MEMORY * self._seconds + step.seconds
 
 
 class ModelChoice:
@@ -163,6 +183,14 @@ class ModelChoice:
         """Forget a request that has ended."""
         self._idle.pop(request.id, None)
 
+    def calibrate(self, rows: int, seconds: float) -> None:
+        """Learn how long a pass of so many rows takes."""
+        self.cost.passes.observe(rows, seconds)
+
+    def refresh(self) -> None:
+        """Work out now what the next decision asks for."""
+        self.cost.passes.refresh()
+
     def estimate(self, now: Situation) -> None:
         """Estimate the model's acceptance in this step. Call it once in each, before all else.
 
@@ -185,8 +213,8 @@ class ModelChoice:
         goodput, users = self._may_use(now, without)
         return goodput if users.any() else 0.0
 
-    def users(self, now: Situation, without: float, step: Step) -> tuple[float, Ints]:
-        """Return the expected goodput, and the requests that the model should draft for, if any.
+    def call(self, now: Situation, without: float) -> Call:
+        """Decide which requests the model should draft for, if any.
 
         Requests that are not ready catch up, if the model may pay for them later.
 
@@ -194,25 +222,29 @@ class ModelChoice:
         """
         woke, self._woke = self._woke, False
         if self.account.is_overdrawn:
-            return without, NO_INDICES
+            return Call(without, NO_INDICES)
         most = now.budget.max_drafts
         unread = np.array([self._model.unread(request) for request in now.requests])
         ready = np.array([self._model.ready(request) for request in now.requests])
+        caught_up = 0
         if not ready.all():
             # catching up is done once and serves all later steps: it is not charged to this one
             wanted = self._may_use(now, without)[1]
             behind = [now.requests[r] for r in np.flatnonzero(wanted & ~ready).tolist()]
-            step.caught_up = self._model.catch_up(behind)
+            caught_up = self._model.catch_up(behind)
             most = np.where(ready, most, 0)
         goodput, users = self._best(now, self._expected, without, most, unread)
         if self.account.allows_tries and not users.all():
             users = users | self._best(now, self._optimistic, goodput, most, unread)[1]
-        if woke or step.caught_up or users.any():
-            step.model, step.without = self.name, without
-        return goodput, np.flatnonzero(users)
+        passes = NO_PASSES
+        if woke or caught_up or users.any():
+            passes = Passes(self.name, without, caught_up)
+        return Call(goodput, np.flatnonzero(users), passes)
 
-    def should_wake(self, now: Situation) -> bool:
-        """Say whether the model may pay for the waits of a step with drafts.
+    def wake(self, now: Situation) -> bool:
+        """Wake control if the model may pay for the waits of a step with drafts.
+
+        The next step is then compared with one without the model, used or not.
 
         now: its times include these waits
         """
@@ -220,46 +252,59 @@ class ModelChoice:
         self._woke = bool(self._may_use(now, plain)[1].any())
         return self._woke
 
-    def draft(self, now: Situation, users: Ints, goodput: float, step: Step) -> Proposal:
-        """Let the model draft for these requests, until a further pass is not worth its time."""
-        requests, budget = now.requests, now.budget
+    def draft(self, now: Situation, call: Call) -> tuple[Proposal, Passes]:
+        """Let the model draft, until a further pass is not worth its time.
+
+        call: of this step; it has users
+        """
+        requests, budget, users = now.requests, now.budget, call.users
         self._rest = 0
         for r in users.tolist():
             self._idle[requests[r].id] = 0
         most = np.zeros(len(requests), np.int64)
         most[users] = budget.max_drafts[users]
-        step.unread = sum(self._model.unread(requests[r]) for r in users.tolist())
-        gain = self._least_gain(most, len(users), goodput, step)
+        unread = sum(self._model.unread(requests[r]) for r in users.tolist())
+        gain = self._min_gain(now, most, call)
         asked = replace(budget, max_drafts=most, min_gain=gain, chances=self._draft_chances)
         started = self._clock()
         proposal = self._model.propose(requests, asked)
-        step.drafted, step.users = self._clock() - started, len(users)
-        step.draft_passes = max(1, self._passes(proposal.max_depth))
-        return proposal
+        passes = replace(
+            call.passes,
+            count=max(1, self._passes(proposal.max_depth)),
+            users=len(users),
+            unread=unread,
+            seconds=self._clock() - started,
+        )
+        return proposal, passes
 
     def learn(self, step: Step, plain: float) -> None:
         """Learn from a step: what drafting took, and what the model has saved or lost.
 
         plain: seconds of a plain step of its requests
         """
-        is_mine = step.model == self.name
-        self.account.observe(step, plain, is_mine)
-        if not is_mine or not step.draft_passes or step.caught_up:
+        passes, cpu = step.passes, self._step_cost.cpu
+        takes_part = passes.model == self.name
+        self.account.observe(step, plain, takes_part)
+        if not takes_part or not passes.count or passes.caught_up:
             return
-        seconds, host = step.drafted, self._step_cost.host
-        if step.follows and host.has_seen(step.requests):
+        seconds = passes.seconds
+        if step.follows and cpu.has_seen(step.requests):
             # joining two offers and all else that a step without the model does not have
-            seconds += max(0.0, step.host_seconds - host.seconds(step.requests))
-        self.cost.observe(step.draft_passes, step.users, step.unread, seconds)
+            seconds += max(0.0, step.cpu_seconds - cpu.seconds(step.requests))
+        self.cost.observe(passes.count, passes.users, passes.unread, seconds)
 
-    def _least_gain(self, most: Ints, users: int, goodput: float, step: Step) -> float:
-        """Return how many accepted drafts one more pass must promise, over all users.
+    def _min_gain(self, now: Situation, most: Ints, call: Call) -> float:
+        """Return the expected number of accepted drafts that justifies another draft pass.
 
         A pass takes its own time, and adds one row per user to the target's pass.
+
+        most: [B] the most drafts of each request
         """
-        table = self._step_cost.table(step.requests + int(most.sum()), step.context, step.requests)
-        row = (table[-1] - table[step.requests + 1]) / most.sum()
-        gain = goodput * float(self.cost.passes.seconds(users) + users * row)
+        batch, users = len(now.requests), len(call.users)
+        rows, width = batch + int(most.sum()), now.feasible.padded_width
+        table = self._step_cost.table(rows, now.context, batch, width)
+        row = (table[-1] - table[batch + 1]) / most.sum()
+        gain = call.goodput * float(self.cost.passes.seconds(users) + users * row)
         return min(gain, 0.99 * users)  # the first pass is always made
 
     def _passes(self, depth: int) -> int:
@@ -280,7 +325,7 @@ class ModelChoice:
         return found
 
     def _may_use(self, now: Situation, without: float) -> tuple[float, Bools]:
-        """Return the goodput that the model may reach, and for whom: as if all text was read."""
+        """Return the goodput that the model may reach, and its users, if no text is unread."""
         batch = len(now.requests)
         if self.account.is_overdrawn:
             return without, np.zeros(batch, np.bool_)
@@ -295,22 +340,22 @@ class ModelChoice:
         most: Ints,
         unread: Ints,
     ) -> tuple[float, Bools]:
-        """Return the best goodput with the model and its users; nobody if it does not pay.
+        """Return the best goodput with the model and its users; no users if it does not pay.
 
         chances: [B] of each draft that the model would make for a request
         goodput: without the model, to be beaten by the margin
         most: [B] the most drafts
-        unread: [B] tokens that the model must read first
+        unread: [B] tokens that the model must consume first
         """
         batch, owners, survival = len(chances), now.plan.tree.owners, now.plan.survival
         worth = np.bincount(owners, survival, batch)
         least = goodput * (1 + self._margin)
-        least = max(least, AS_BEFORE * self.account.gain * batch / float(now.seconds[batch]))
+        least = max(least, MIN_RECENT_SHARE * self.account.gain * batch / float(now.seconds[batch]))
         depths = DEPTHS[most.max(initial=0) >= DEPTHS]
         places = np.arange(depths.max(initial=0))
         own = chances[:, None] ** (places + 1)
         own[places >= most[:, None]] = 0.0
-        # [depths, B]: who would be drafted for, if chains had this depth
+        # [depths, B]: which requests would be drafted for, if chains had this depth
         users = worth < own.cumsum(1)[:, depths - 1].T
         depths, users = depths[users.any(1)], users[users.any(1)]
         if not len(depths):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from outrider.control.acceptance import DrafterChances
 from outrider.core import ROOT, Budget, Floats, Ints, Proposal, likeliest, survival
 
 
@@ -26,6 +27,20 @@ class Offer:
     drafts: Proposal
     chances: Floats
 
+    @staticmethod
+    def of(name: str, drafts: Proposal, known: DrafterChances, batch_rows: Ints) -> Offer:
+        """Return the offer made of a drafter's proposal, with the chance of each draft.
+
+        known: of the drafter
+        batch_rows: [B] of the requests: see `Acceptance.rows`
+        """
+        rows, sure = batch_rows[drafts.owners], drafts.confidences
+        chances = known.first.of(rows, sure)
+        if not drafts.is_chain:
+            beside = drafts.ranks.nonzero()[0]
+            chances[beside] = known.sibling.of(rows[beside], sure[beside])
+        return Offer(name, drafts, chances)
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -40,12 +55,24 @@ class Plan:
     sources: Ints
     survival: Floats
 
+    def names(self, nodes: Ints, offers: Sequence[Offer]) -> list[str]:
+        """Return the drafter of each request: that of its first draft; "" without drafts.
+
+        nodes: the drafts that count, in rising order
+        offers: that the plan was made of
+        """
+        names = [""] * self.tree.batch_size
+        owners, first = np.unique(self.tree.owners[nodes], return_index=True)
+        for r, source in zip(owners.tolist(), self.sources[nodes[first]].tolist(), strict=True):
+            names[r] = offers[source].name
+        return names
+
 
 def join(offers: Sequence[Offer], budget: Budget) -> Plan:
     """Return the plan made of these offers.
 
-    A draft that several offers contain appears once. If the host cannot verify trees, each request
-    gets the best chain that was offered.
+    A draft that several offers contain appears once. If the engine cannot verify trees, each
+    request gets the best chain that was offered.
     """
     some = [source for source, offer in enumerate(offers) if len(offer.chances)]
     if not some:

@@ -10,13 +10,13 @@ from __future__ import annotations
 WINDOW = 32.0
 """Half-life of a step in the totals, in steps."""
 
-ENOUGH = 16
+MIN_STEPS = 16
 """Speculative steps before the guard compares the totals."""
 
 SLACK = 0.02
 """Share by which speculation may be slower before the guard trips. It allows for noise."""
 
-REST, LONGEST_REST = 16, 1024
+REST_STEPS, MAX_REST_STEPS = 16, 1024
 """Steps without drafts after the first trip, and the most. Each further trip doubles the number."""
 
 
@@ -28,7 +28,7 @@ class SlowdownGuard:
 
     def __init__(self) -> None:
         self.trips = 0
-        self._left, self._next = 0, REST
+        self._left, self._next = 0, REST_STEPS
         self._clear()
 
     def _clear(self) -> None:
@@ -56,11 +56,11 @@ class SlowdownGuard:
         self._spent = keep * self._spent + seconds
         self._plain = keep * self._plain + plain_seconds
         self._steps += 1
-        if self._steps < ENOUGH:
+        if self._steps < MIN_STEPS:
             return
         if self._spent > (1 + SLACK) * self._plain:
             self.trips += 1
-            self._left, self._next = self._next, min(2 * self._next, LONGEST_REST)
+            self._left, self._next = self._next, min(2 * self._next, MAX_REST_STEPS)
             self._clear()
-        elif self._steps == 4 * ENOUGH:
-            self._next = REST  # speculation has been faster for a while: forget earlier trips
+        elif self._steps == 4 * MIN_STEPS:
+            self._next = REST_STEPS  # speculation has been faster for a while: forget earlier trips

@@ -1,63 +1,77 @@
-"""One step of the adaptive drafter: what it did, how long it took, and its line in a trace."""
+"""One step of control: what it did, how long it took, and its line in a trace."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from outrider.control.decision import CpuDrafts, DeviceDrafts, Report
 from outrider.control.plan import Offer
-from outrider.core import Ints, Outcomes, Proposal, Request
+from outrider.core import Ints, Outcomes
 
 
-@dataclass
+@dataclass(frozen=True)
+class Passes:
+    """What a draft model did for a step.
+
+    model: its name; "" if it had no part in the step
+    without: tokens per second that were expected without the model
+    caught_up: tokens that it consumed for requests that it did not draft for yet
+    count: passes that made drafts
+    users: requests that it drafted for
+    unread: tokens that the first of these passes consumed
+    seconds: time of these passes
+    """
+
+    model: str = ""
+    without: float = 0.0
+    caught_up: int = 0
+    count: int = 0
+    users: int = 0
+    unread: int = 0
+    seconds: float = 0.0
+
+
+NO_PASSES = Passes()
+"""No draft model had a part in the step."""
+
+
+@dataclass(frozen=True)
 class Step:
     """What one step did and how long it took.
 
-    t: time at which it began, by the drafter's clock: that of the outcome before it, if known
+    t: time at which it began, by control's clock: that of the outcome before it, if known
     requests: number of requests
     context: tokens of all requests together
     rows: rows of the target's pass
-    draft_passes: passes of the draft model
-    users: requests that the draft model drafted for
-    unread: tokens that the first of these passes read
-    caught_up: tokens that the draft model read for requests it did not draft for yet
-    drafted: seconds of the draft model's passes
-    model: the draft model that had a part in it; "" if none had
-    without: tokens per second that were expected without that model
+    passes: what a draft model did for it
     follows: whether it followed another step at once
-    ahead: whether it was launched before the step before it was read
-    on_device: who drafted on the device; "" if the host made its drafts
-    proposed: time at which the proposal was ready
+    early: whether it was launched before the outcome of the step before it was known
+    on_device: the drafter that drafted on the device; "" if none did
+    proposed: time at which the step was decided
     seconds: time of the whole step, drafting included
-    drafters: number of requests that each drafter served; counted for `on_step` only
+    names: the drafter of each request; "" for a request without drafts
     tokens: emitted tokens
-    padded: whether the target's pass was a padded one: see `StepCost`
+    padded_width: rows of each request, if the target's pass was a padded one; 0 if it was not
     """
 
     t: float
     requests: int
     context: int
     rows: int = 0
-    draft_passes: int = 0
-    users: int = 0
-    unread: int = 0
-    caught_up: int = 0
-    drafted: float = 0.0
-    model: str = ""
-    without: float = 0.0
+    passes: Passes = NO_PASSES
     follows: bool = False
-    ahead: bool = False
+    early: bool = False
     on_device: str = ""
     proposed: float = 0.0
     seconds: float = 0.0
-    drafters: dict[str, int] = field(default_factory=dict)
+    names: Sequence[str] = ()
     tokens: int = 0
-    padded: bool = False
+    padded_width: int = 0
 
     @property
     def speculated(self) -> bool:
@@ -65,13 +79,13 @@ class Step:
         return self.rows > self.requests
 
     @property
-    def host_seconds(self) -> float:
-        """Seconds from the outcome before it to the proposal, without draft passes."""
-        return self.proposed - self.t - self.drafted
+    def cpu_seconds(self) -> float:
+        """Seconds from the outcome before it to its decision, without draft passes."""
+        return self.proposed - self.t - self.passes.seconds
 
     @property
     def target_seconds(self) -> float:
-        """Seconds from the proposal to the outcome: the target's pass and all around it."""
+        """Seconds from the decision to the outcome: the target's pass and all around it."""
         return self.t + self.seconds - self.proposed
 
     def as_dict(self) -> dict[str, Any]:
@@ -79,42 +93,22 @@ class Step:
         return {
             "t": round(self.t, 6),
             "seconds": round(self.seconds, 6),
-            "draft_seconds": round(self.drafted, 6),
+            "draft_seconds": round(self.passes.seconds, 6),
             "requests": self.requests,
             "context": self.context,
             "rows": self.rows,
-            "ahead": self.ahead,
+            "early": self.early,
             "on_device": self.on_device,
-            "draft_passes": self.draft_passes,
-            "unread": self.unread,
-            "drafters": self.drafters,
+            "draft_passes": self.passes.count,
+            "unread": self.passes.unread,
+            "drafters": dict(Counter(name for name in self.names if name)),
             "tokens": self.tokens,
         }
 
 
 @dataclass(frozen=True, eq=False)
-class Proposed:
-    """The proposal of a step, and where its drafts come from.
-
-    sources: [M] index of the offer that each draft comes from
-    """
-
-    requests: Sequence[Request]
-    proposal: Proposal
-    sources: Ints
-    offers: Sequence[Offer]
-
-    def names(self) -> list[str]:
-        """Return the drafter of each request: that of its first draft; "" without drafts."""
-        names, starts = [""] * len(self.requests), self.proposal.starts
-        for r in np.flatnonzero(self.proposal.num_drafts).tolist():
-            names[r] = self.offers[self.sources[starts[r]]].name
-        return names
-
-
-@dataclass(frozen=True, eq=False)
 class Done:
-    """A step that is over, with all that is learned from it.
+    """A step whose outcome is known, with all that is learned from it.
 
     offers: what each drafter proposed
     rows: [B] of the requests: see `Acceptance.rows`
@@ -124,6 +118,60 @@ class Done:
     offers: Sequence[Offer]
     rows: Ints
     outcomes: Outcomes
+
+
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """A step that control has decided or scored, until its outcome is reported.
+
+    t, requests, context, follows, proposed, passes: see `Step`
+    rows: [B] of the requests: see `Acceptance.rows`
+    padded_width: rows of each request in a padded pass; 0 if no such pass was possible
+    offers: what each drafter proposed
+    """
+
+    t: float
+    requests: int
+    context: int
+    follows: bool
+    rows: Ints
+    padded_width: int = 0
+    proposed: float = 0.0
+    passes: Passes = NO_PASSES
+    offers: Sequence[Offer] = ()
+
+    def done(self, report: Report) -> Done:
+        """Return the step with its outcome."""
+        outcomes, launched = report.outcomes, report.decision
+        names: Sequence[str] = ()
+        padded_width = 0
+        if isinstance(launched, CpuDrafts) and outcomes.num_drafts.any():
+            names = launched.names
+            padded_width = self.padded_width if launched.padded else 0
+        step = Step(
+            t=self.t,
+            requests=self.requests,
+            context=self.context,
+            rows=self.requests + int(outcomes.num_drafts.sum()),
+            passes=self.passes,
+            follows=self.follows,
+            early=report.early and self.follows,
+            on_device=drafted_on_device(report),
+            proposed=self.proposed,
+            seconds=report.ended - self.t,
+            names=names,
+            tokens=len(outcomes.tokens),
+            padded_width=padded_width,
+        )
+        return Done(step, self.offers, self.rows, outcomes)
+
+
+def drafted_on_device(report: Report) -> str:
+    """Return the drafter that drafted on the device; "" if none did."""
+    launched = report.decision
+    if isinstance(launched, DeviceDrafts) and report.outcomes.num_drafts.any():
+        return launched.drafter
+    return ""
 
 
 class TraceFile:

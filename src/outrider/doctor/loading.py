@@ -33,7 +33,7 @@ def _built(model: Model, found: Checkpoint, in_sglang: bool) -> Iterator[Finding
     """Build the model without memory, if Transformers knows it."""
     if importlib.util.find_spec("transformers") is None:
         return
-    from outrider.hosts.transformers.loading import check_model, is_known
+    from outrider.engines.transformers.loading import check_model, is_known
 
     if is_known(found) or not in_sglang:
         yield from _refusals(model, "models", lambda: check_model(found))
@@ -41,7 +41,7 @@ def _built(model: Model, found: Checkpoint, in_sglang: bool) -> Iterator[Finding
 
 def _load_tokenizer(model: Model) -> None:
     if importlib.util.find_spec("transformers") is not None:
-        from outrider.hosts.transformers.loading import load_tokenizer
+        from outrider.engines.transformers.loading import load_tokenizer
 
         load_tokenizer(model.path)
 

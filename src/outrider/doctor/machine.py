@@ -164,7 +164,7 @@ def _quiet() -> Iterator[None]:
 
 def check_sglang(version: str, device: str) -> Iterator[Finding]:
     """Compare the SGLang here with the contract, and lay our hooks as its processes would."""
-    from outrider.hosts.sglang.contract import CONTRACTS, NEWEST, VERSIONS, differences
+    from outrider.engines.sglang.versions.contract import CONTRACTS, NEWEST, VERSIONS, differences
 
     serve = "outrider serve stops here"
     known = CONTRACTS.get(version)
@@ -211,7 +211,7 @@ def _hooks(serve: str) -> Iterator[Finding]:
             with _quiet():
                 from sglang.srt.plugins import load_plugins
 
-                from outrider.hosts.sglang.plugin import check_hooks
+                from outrider.engines.sglang.plugin import check_hooks
 
                 load_plugins()
                 check_hooks()

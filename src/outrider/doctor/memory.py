@@ -11,7 +11,7 @@ from outrider.checkpoint import BYTES
 from outrider.doctor.finding import Finding, size
 from outrider.doctor.model import Model
 from outrider.doctor.pair import Plan
-from outrider.hosts.sglang.memory import max_rows, row_bytes
+from outrider.serving.logits import max_rows, row_bytes
 
 __all__ = ["Budget", "Room", "Row", "budget", "check_memory"]
 

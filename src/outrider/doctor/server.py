@@ -12,13 +12,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import ConfigDict, Field, ValidationError
 
 from outrider.checkpoint import BYTES
+from outrider.clients import base_url
+from outrider.clients.http import Client, Limits
+from outrider.clients.replies import ModelList, Name, Reply
 from outrider.doctor.finding import Finding
 from outrider.doctor.known_bad import OURS, OWN
 from outrider.doctor.model import Model
 from outrider.doctor.pair import Plan
-from outrider.engines import base_url
-from outrider.engines.http import Client, Limits
-from outrider.engines.replies import ModelList, Name, Reply
 from outrider.errors import OTHER_FORM, Unsupported
 
 __all__ = ["Served", "ask", "check_server"]
@@ -310,7 +310,7 @@ def _algorithm(served: Served) -> Iterator[Finding]:
 
 def _refused(arguments: Mapping[str, Any]) -> Iterator[Finding]:
     """Say which of a server's settings Outrider would not start with."""
-    from outrider.hosts.sglang.flags import REFUSED
+    from outrider.engines.sglang.arguments.flags import REFUSED
 
     for refusal in REFUSED:
         # those of SGLang's own speculation go when Outrider takes its place
@@ -327,7 +327,7 @@ def _refused(arguments: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _contract(served: Served) -> Iterator[Finding]:
-    from outrider.hosts.sglang.contract import CONTRACTS, NEWEST, VERSIONS
+    from outrider.engines.sglang.versions.contract import CONTRACTS, NEWEST, VERSIONS
 
     version = served.versions.get("sglang")
     if version is not None and version not in CONTRACTS:

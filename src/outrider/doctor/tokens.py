@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from outrider.checkpoint import check_files
+from outrider.clients import render_chat
 from outrider.doctor.finding import Finding
 from outrider.doctor.model import Model
-from outrider.engines import render_chat
 from outrider.errors import Unsupported
 
 __all__ = ["PROBES", "check_tokens", "has_tokenizer"]
@@ -39,7 +39,7 @@ INSTALL = "pip install 'outrider[transformers]'"
 def check_tokens(target: Model, draft: Model) -> Iterator[Finding]:
     """Compare the tokenizers beside two models' weights."""
     try:
-        from outrider.hosts.tokenizers import check_same_tokens  # it may need torch
+        from outrider.engines.tokenizers import check_same_tokens  # it may need torch
 
         mine, theirs = (_load(model) for model in (target, draft))
     except Exception as error:  # libraries raise classes of their own
@@ -70,7 +70,7 @@ def _load(model: Model) -> Any:
         # Transformers would make one of nothing
         raise OSError(f"{model.name} has no tokenizer files")
     if importlib.util.find_spec("transformers") is not None:
-        from outrider.hosts.transformers.loading import load_tokenizer
+        from outrider.engines.transformers.loading import load_tokenizer
 
         return load_tokenizer(model.path)
     if importlib.util.find_spec("tokenizers") is None:

@@ -7,7 +7,6 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.own import OwnRequests
 from outrider.drafters.registry import OURS, make_drafter
-from outrider.drafters.route import RoutedDrafter
 from outrider.drafters.suffix import SuffixDrafter
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "NgramDrafter",
     "NoDrafter",
     "OwnRequests",
-    "RoutedDrafter",
     "SuffixDrafter",
     "make_drafter",
 ]

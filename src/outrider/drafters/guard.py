@@ -56,8 +56,6 @@ class GuardedDrafter:
         self.fallbacks: Counter[str] = Counter()
         self._drafter = drafter
         self._meanwhile: Callable[[], None] | None = getattr(drafter, "meanwhile", None)
-        self._look: Callable[[Sequence[Request], Budget], None] | None
-        self._look = getattr(drafter, "look", None)
         self._vocab_size = vocab_size
         self._timeout = timeout
         self._thread = ThreadPoolExecutor(1, "outrider-draft") if timeout is not None else None
@@ -74,36 +72,52 @@ class GuardedDrafter:
         """Return the drafter's proposal if it can be used, else the empty one."""
         if not budget.max_drafts.any():
             return Proposal.empty(len(requests))
+        found = self.ask(
+            requests, lambda: self.checked(self._drafter.propose(requests, budget), budget)
+        )
+        return Proposal.empty(len(requests)) if found is None else found
+
+    def ask(self, requests: Sequence[Request], call: Callable[[], T]) -> T | None:
+        """Return what a call of the drafter returns, which knows the requests then.
+
+        None while it rests, and after a fault.
+        """
         if not self._ready():
             self.fallbacks["resting"] += len(requests)
-            return Proposal.empty(len(requests))
+            return None
 
-        def propose() -> Proposal:
+        def introduced() -> T:
             self._introduce([r for r in requests if r.id not in self._known])
-            # a copy: the drafter may use its arrays again while the target's pass runs
-            proposal = _copied(self._drafter.propose(requests, budget))
-            check(proposal, budget, self._vocab_size)
-            return proposal
+            return call()
 
-        proposal = self._call("propose", requests, propose)
-        if proposal is None:
-            return Proposal.empty(len(requests))
-        self._next_rest = 1
+        found = self._call("propose", requests, introduced)
+        if found is not None:
+            self._next_rest = 1
+        return found
+
+    def checked(self, proposal: Proposal, budget: Budget) -> Proposal:
+        """Return a copy of a proposal. Raises DraftFault if it cannot be used."""
+        # the drafter may use its arrays again while the target's pass runs
+        proposal = _copied(proposal)
+        check(proposal, budget, self._vocab_size)
         return proposal
 
-    def look(self, requests: Sequence[Request], budget: Budget) -> None:
-        """Let the drafter look at requests whose step goes without its drafts, if it does that."""
-        if self._look is not None and all(r.id in self._known for r in requests) and self._ready():
-            look = self._look
-            self._call("look", requests, lambda: look(requests, budget))
+    def call(self, requests: Sequence[Request], call: Callable[[], None]) -> None:
+        """Call the drafter about requests, unless it rests or does not know one of them."""
+        if all(r.id in self._known for r in requests) and self._ready():
+            self._call("call", requests, call)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Tell the drafter of the requests that it knows."""
+        """Report to the drafter what became of the requests that it knows."""
+        self.pass_on(outcomes, self._drafter.observe)
+
+    def pass_on(self, outcomes: Sequence[Outcome], observe: Callable[[Outcomes], None]) -> None:
+        """Call this with the outcomes of the requests that the drafter knows, if any."""
         done = Outcomes.of(outcomes)
         if not all(request.id in self._known for request in done.requests):
             done = Outcomes.of([o for o in done if o.request.id in self._known])
         if done and self._stuck is None:
-            self._call("observe", done.requests, lambda: self._drafter.observe(done))
+            self._call("observe", done.requests, lambda: observe(done))
 
     def meanwhile(self) -> None:
         """Let the drafter do what can wait, if it has such work."""

@@ -157,6 +157,10 @@ class ModelDrafter(Generic[S]):
         self.seconds = 0.0
         self.waited = 0
 
+    def rename(self, name: str) -> None:
+        """Take another name: two drafters side by side need different ones."""
+        self.name = name
+
     def start(self, requests: Sequence[Request]) -> None:
         """Open a sequence for each request; what is not cached is read with the first proposals."""
         for request in requests:

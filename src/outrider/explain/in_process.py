@@ -9,7 +9,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.engines import (
+from outrider.clients import (
     check_drafter,
     check_target,
     draft_kind,
@@ -30,7 +30,7 @@ from outrider.explain.recording import (
 
 if TYPE_CHECKING:
     from outrider.control import AdaptiveDrafter
-    from outrider.hosts.transformers import StepEvent
+    from outrider.engines.transformers import StepEvent
 
 __all__ = ["chat_prompt", "local_decode", "record"]
 

@@ -11,9 +11,9 @@ from uuid import uuid4
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from outrider.engines import load_tokenizer
-from outrider.engines.http import Client, Exchange, Limits, Response, fault
-from outrider.engines.replies import Id, Logprob, Name, Reply
+from outrider.clients import load_tokenizer
+from outrider.clients.http import Client, Exchange, Limits, Response, fault
+from outrider.clients.replies import Id, Logprob, Name, Reply
 from outrider.errors import Unsupported, UsageError
 from outrider.explain.recording import (
     TOP,

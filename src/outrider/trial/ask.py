@@ -9,7 +9,7 @@ from typing import Any
 from outrider.bench.measure import Cell, Plan, Run, measure
 from outrider.bench.result import Result
 from outrider.bench.workloads import SINGLE, VARIANTS, prompts
-from outrider.engines import Answer, Counts, Engine, Query, Refused, Token
+from outrider.clients import Answer, Counts, Engine, Query, Refused, Token
 from outrider.errors import Unsupported
 from outrider.trial.plan import Wanted
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.engines import draft_kind
-from outrider.engines.process import sglang_command
+from outrider.clients import draft_kind
+from outrider.clients.process import sglang_command
 from outrider.errors import UsageError
 from outrider.redact import quoted, redact_args
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.engines import open_engine
-from outrider.engines.process import child, serving, sglang_command, tail
+from outrider.clients import open_engine
+from outrider.clients.process import child, serving, sglang_command, tail
 from outrider.errors import OutriderError, Unsupported, UsageError
 from outrider.report import document, provenance
 from outrider.report.console import Exit, Terminal, complain, printable

@@ -18,7 +18,7 @@ from outrider.redact import hide, redact_args
 from outrider.report.console import Exit, Stage, Terminal
 
 if TYPE_CHECKING:
-    from outrider.engines import Engine
+    from outrider.clients import Engine
     from outrider.tune.advice import Advice
     from outrider.tune.search import Search
 
@@ -107,7 +107,7 @@ def _bits(flags: Sequence[str]) -> int | None:
 def _opened(
     wanted: Wanted, bits: int | None, most: int, log: str, console: Console
 ) -> Iterator[Engine]:
-    from outrider.engines import open_engine
+    from outrider.clients import open_engine
     from outrider.tune.server import serving
 
     if wanted.engine is not None:

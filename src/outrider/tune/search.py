@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.bench.measure import timed
-from outrider.engines import Answer, Counts, Engine, Query
+from outrider.clients import Answer, Counts, Engine, Query
 from outrider.errors import Unsupported
 
 __all__ = ["CLOSE", "PLAIN", "Candidate", "Search", "Traffic", "Trial", "available", "grid"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from outrider.engines import process
+from outrider.clients import process
 
 __all__ = ["serving"]
 

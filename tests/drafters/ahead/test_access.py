@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from talk import HELLO, Clock, Host, line, open_text, small_server
 
-from outrider.control import adaptive_drafter
+from outrider.control import adaptive_control
 from outrider.core import Request, SamplingParams
 from outrider.drafters import AheadDrafter
 from outrider.drafters.ahead import access
@@ -188,7 +188,7 @@ def test_by_default_both_meet_in_a_private_directory(short_path, monkeypatch):
         server = small_server(None)
         assert server.path == folder / "draft.sock"
         assert folder.stat().st_mode & 0o777 == 0o700
-        drafter, control = AheadDrafter(), adaptive_drafter(ahead=True)
+        drafter, control = AheadDrafter(), adaptive_control(ahead=True)
         for one in (drafter, control.free["ahead"]):
             one.start([Request(7, (1, 2, 3), SamplingParams(), 0)])
         for _ in range(4):

@@ -20,8 +20,8 @@ from outrider.drafters import AheadDrafter
 from outrider.drafters.ahead import DraftServer, messages
 from outrider.drafters.ahead.connection import Closed, Connection
 from outrider.drafters.ahead.messages import VERSION
+from outrider.engines.transformers.runner import Runner
 from outrider.errors import UsageError
-from outrider.hosts.transformers.runner import Runner
 
 PROMPTS = [[1, 40, 7, 22, 9], [1, 15, 33], [1, 60, 61, 62, 63, 64, 65]]
 SAMPLING = [

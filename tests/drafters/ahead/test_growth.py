@@ -8,7 +8,7 @@ import torch
 
 from outrider.core import AheadTree, KeyedCoins, Request, SamplingParams
 from outrider.drafters.ahead import Growth
-from outrider.hosts.transformers.runner import Runner
+from outrider.engines.transformers.runner import Runner
 
 PROMPT = (1, 40, 7, 22, 9)
 

@@ -90,10 +90,10 @@ LIES = {
 def test_a_lie_closes_the_connection_and_drafts_go_on_from_elsewhere(
     tmp_path, liar, lie, clock, caplog
 ):
-    control = adaptive_drafter(ahead=tmp_path / "draft.sock")
-    ahead = control.free["ahead"]
+    drafter = adaptive_drafter(ahead=tmp_path / "draft.sock")
+    ahead = drafter.control.free["ahead"]
     ahead._clock = clock
-    guard, asked = GuardedDrafter(control, V), request()
+    guard, asked = GuardedDrafter(drafter, V), request()
     guard.start([asked])
     liar.say(HELLO | {"model": "m"}, GOOD)
     guard.meanwhile()
@@ -106,7 +106,7 @@ def test_a_lie_closes_the_connection_and_drafts_go_on_from_elsewhere(
         guard.propose([asked], budget())
         guard.meanwhile()
     assert not guard.fallbacks, guard.fallbacks
-    assert control.free["suffix"].propose([asked], budget()).num_drafts.sum() > 0
+    assert drafter.control.free["suffix"].propose([asked], budget()).num_drafts.sum() > 0
     assert len(caplog.messages) == 1
 
 
@@ -122,8 +122,8 @@ def test_without_control_it_is_no_fault_of_the_drafter(liar, drafter):
 
 def test_tokens_that_the_target_does_not_have_are_not_proposed(tmp_path, liar):
     """They are no lie: a draft model may have more tokens. Control goes on with the others."""
-    control = adaptive_drafter(ahead=tmp_path / "draft.sock")
-    guard, asked = GuardedDrafter(control, V), request()
+    drafter = adaptive_drafter(ahead=tmp_path / "draft.sock")
+    guard, asked = GuardedDrafter(drafter, V), request()
     guard.start([asked])
     liar.say(
         HELLO,
@@ -131,7 +131,7 @@ def test_tokens_that_the_target_does_not_have_are_not_proposed(tmp_path, liar):
         grown([1, 6, 2, 5, [V + 1], [0.9]]),
     )
     guard.meanwhile()
-    proposal = control.free["ahead"].propose([asked], budget())
+    proposal = drafter.control.free["ahead"].propose([asked], budget())
     assert proposal.tokens.tolist() == [7]
     for _ in range(5):
         guard.propose([asked], budget())

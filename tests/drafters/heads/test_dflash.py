@@ -276,6 +276,8 @@ def test_a_head_of_more_layers_than_the_target_is_refused():
     config = {"num_hidden_layers": 10**9, "dflash_config": {"block_size": 4}}
     with pytest.raises(Unsupported, match="1000000000 layers, for a target with 36"):
         head_layers(config, 36, "dflash")
+    # one that says what it reads may have any number of its own
+    assert head_layers({**config, "target_layer_ids": [1, 3]}, 4, "dflash") == (2, 4)
 
 
 @pytest.mark.parametrize(

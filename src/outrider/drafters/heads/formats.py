@@ -120,21 +120,17 @@ def head_layers(
     if kind in ("mtp", "eagle"):
         return (num_layers,)
     where, key = config.get("eagle_config"), "eagle_aux_hidden_state_layer_ids"
-    found = [2, num_layers // 2, num_layers - 3]
     if kind == "dflash":
         where, key = config.get("dflash_config"), "target_layer_ids"
         if SPECULATORS in config:
             key = "aux_hidden_state_layer_ids"
-        else:
-            count = int(config.get("num_hidden_layers") or 1)
-            if count > num_layers:
-                raise Unsupported(
-                    f"a head of {count} layers, for a target with {num_layers}", fix=WRONG_TARGET
-                )
-            found = _spaced(num_layers, count)
     ids = config.get(key) or (where or {}).get(key)
     if ids:
         found = [int(i) + (0 if SPECULATORS in config else 1) for i in ids]
+    elif kind == "dflash" and SPECULATORS not in config:
+        found = _spaced(num_layers, int(config.get("num_hidden_layers") or 1))
+    else:
+        found = [2, num_layers // 2, num_layers - 3]
     if not all(0 <= i <= num_layers for i in found):
         raise Unsupported(
             f"a head that reads layers {ids or found} of a target with {num_layers}",
@@ -145,6 +141,10 @@ def head_layers(
 
 def _spaced(num_layers: int, count: int) -> list[int]:
     """Return the layers that a DFlash head reads if it does not say: evenly spaced ones."""
+    if count > num_layers:
+        raise Unsupported(
+            f"a head of {count} layers, for a target with {num_layers}", fix=WRONG_TARGET
+        )
     if count == 1:
         return [num_layers // 2 + 1]
     return [round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count)]

@@ -1,0 +1,1 @@
+"""What a server returns: chunks of a stream, and what an answer says about drafts."""

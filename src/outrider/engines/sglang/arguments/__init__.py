@@ -1,0 +1,1 @@
+"""SGLang's arguments: what they mean here, what is refused, and what memory they reserve."""

@@ -1,0 +1,1 @@
+"""The attention backend `outrider`, and attention over slots for heads."""

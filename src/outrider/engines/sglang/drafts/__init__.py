@@ -1,0 +1,1 @@
+"""Draft models and heads, whose states are in the target's slots."""

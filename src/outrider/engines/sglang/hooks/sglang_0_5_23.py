@@ -1,0 +1,197 @@
+"""The hooks that SGLang 0.5.23 needs beside those of all versions.
+
+The algorithm is registered by SGLang's public way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from outrider.core import Unsupported
+from outrider.engines.sglang.arguments import settings
+from outrider.engines.sglang.arguments.chosen import NAME, is_chosen
+from outrider.engines.sglang.hooks.common import Hooks
+from outrider.engines.sglang.hooks.laying import Table
+from outrider.serving.profile import MODEL, REPAIR_VARIABLE
+
+_PROCESSOR = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_ALIAS = "arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
+_UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_STREAMER = "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+
+
+class Hooks0523(Hooks):
+    """What SGLang 0.5.23 is hooked by. AROUND gets the original first, AFTER its result."""
+
+    def register(self) -> None:
+        """Register the algorithm."""
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        register = SpeculativeAlgorithm.register(
+            NAME,
+            supports_overlap=True,
+            validate_server_args=self.apply_settings,
+            spec_class=_algorithm_class(),
+        )
+        register(self.worker_for)
+
+    def apply_settings(self, server_args: Any) -> None:
+        """Check and complete the server's arguments. server_args: SGLang's, to be written to"""
+        try:
+            self.check_contract()
+            settings.apply(server_args)
+        except Unsupported as error:
+            raise SystemExit(f"outrider: {error}") from error
+
+    def worker_for(self, server_args: Any) -> type:
+        """Return our worker, having made sure that all hooks hold."""
+        self.check()
+        from outrider.engines.sglang.workers.sglang_0_5_23 import Worker0523
+
+        return Worker0523
+
+    def table(self) -> Table:
+        """Return the hooks, by name."""
+        return {
+            **super().table(),
+            "server_args.ServerArgs.resolve_once": (self._resolve_once, "BEFORE"),
+            "speculative.spec_utils.spec_prepare_for_decode": (self._prepare_for_decode, "AROUND"),
+            "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": (
+                self._copy_for_forward,
+                "AFTER",
+            ),
+            f"{_PROCESSOR}.process_batch_result_prefill": (self.keep_prompt_logprobs, "BEFORE"),
+            f"{_PROCESSOR}._resolve_spec_v2_tokens": (self._resolve_tokens, "AROUND"),
+            "session.streaming_session.StreamingSession._trim_overshoot": (
+                self._trim_overshoot,
+                "AFTER",
+            ),
+            f"{_UPDATER}.save_remote_model": (self.save_remote_model, "AROUND"),
+            f"{_STREAMER}._stream_output_generation": (self.stream_output, "AROUND"),
+            "model_executor.runner.eager_runner.get_eager_max_batch_size": (
+                self._eager_batch_size,
+                "AROUND",
+            ),
+            _ALIAS: (self._algorithm_alias, "AROUND"),
+            "arg_groups.boundary_reduction.resolve_boundary_reduction": (
+                self._boundary_reduction,
+                "AROUND",
+            ),
+            "arg_groups.lora_hook.check_lora_speculative_compatibility": (
+                self._check_lora,
+                "AROUND",
+            ),
+            "layers.sampler.murmur_hash32": (self.cpu.murmur_hash32, "AROUND"),
+        }
+
+    def _resolve_once(self, their: Any, *args: Any, **kwargs: Any) -> None:
+        if os.environ.get(REPAIR_VARIABLE):
+            raise SystemExit(f"outrider: {REPAIR_VARIABLE} is for SGLang 0.5.11; unset it")
+        if is_chosen(their):
+            settings.refuse_flags(their)
+
+    def _prepare_for_decode(self, original: Callable[..., Any], batch: Any) -> Any:
+        from outrider.engines.sglang.carried import Carried
+
+        if isinstance(batch.spec_info, Carried):
+            return batch.spec_info.prepare_for_decode(batch)
+        return original(batch)
+
+    def _copy_for_forward(self, result: Any, their: Any) -> None:
+        if self.chosen_args() is not None:
+            result.outrider_source = their  # workers are given no more than the result
+
+    def _resolve_tokens(
+        self, original: Callable[..., Any], their: Any, result: Any, batch: Any
+    ) -> Any:
+        settle = getattr(their.model_worker, "settle_tokens", None)
+        return original(their, result, batch) if settle is None else settle(their, result, batch)
+
+    def _eager_batch_size(self, original: Callable[..., Any], max_batch_size: int) -> Any:
+        """Make room for a row for each draft: SGLang makes room for a row for each request."""
+        args = self.chosen_args()
+        if args is None:
+            return original(max_batch_size)
+        return original(max_batch_size * args.speculative_num_draft_tokens)
+
+    def _algorithm_alias(
+        self, original: Callable[..., Any], speculative_algorithm: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Keep a head from SGLang, which would read its config.json as that of a model."""
+        if (speculative_algorithm or "").upper() == NAME:
+            return speculative_algorithm
+        return original(speculative_algorithm, *args, **kwargs)
+
+    def _check_lora(self, original: Callable[..., Any], server_args: Any) -> Any:
+        """Let rows have the adapters of their requests: SGLang knows its own algorithms only."""
+        return None if is_chosen(server_args) else original(server_args)
+
+    def _boundary_reduction(self, original: Callable[..., Any], view: Any) -> Any:
+        """Keep a head from SGLang, as above."""
+        from outrider.engines.sglang.drafts.heads import draft_kind
+
+        if is_chosen(view) and draft_kind(view) not in (None, MODEL):
+            view = _WithoutDraft(view)
+        return original(view)
+
+    def _trim_overshoot(self, result: None, their: Any, req: Any, finished_len: int) -> None:
+        """Keep in a session only what is cached: SGLang would keep all reserved slots."""
+        if self.chosen_args() is not None:
+            kv = req.kv
+            their._free_kv_aligned(kv, kv.kv_committed_len, kv.kv_allocated_len)
+            kv.kv_allocated_len = min(kv.kv_allocated_len, kv.kv_committed_len)
+
+
+class _WithoutDraft:
+    """The server's arguments without a draft model."""
+
+    speculative_draft_model_path = None
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+def _algorithm_class() -> Any:
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+    class NoRelay(FutureMap):
+        """Relays nothing: the worker has what the next step needs, and waits if it must."""
+
+        def resolve_seq_lens_cpu(self, batch: Any, stream_ordered: bool = False) -> None:
+            """Do nothing."""
+
+        def publish(self, *args: Any, **kwargs: Any) -> None:
+            """Do nothing."""
+
+        stash = _resolve_spec_extras = publish
+
+    class Algorithm(CustomSpecAlgo):
+        """What SGLang asks about ours.
+
+        To whoever captures CUDA graphs it is not speculative: a verify pass of ours is a decode
+        batch, so the graphs of plain decoding serve it.
+        """
+
+        def is_speculative(self) -> bool:
+            """Say no: capture the graphs of plain decoding."""
+            return False
+
+        def carries_draft_hidden_states(self) -> bool:
+            """Say no: nothing is sent to other servers."""
+            return False
+
+        def need_topk(self) -> bool:
+            """Say no: nothing is relayed."""
+            return False
+
+        def create_future_map(self, device: Any, pool: Any, *args: Any, **kwargs: Any) -> Any:
+            """Return the relay between steps."""
+            return NoRelay(device, self, pool, *args, **kwargs)
+
+    return Algorithm

@@ -1,0 +1,1 @@
+"""What SGLang's own sampler emits at each row of a pass."""

@@ -1,0 +1,1 @@
+"""The SGLang versions that Outrider knows: a contract and an adapter for each."""

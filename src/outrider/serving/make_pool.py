@@ -1,0 +1,154 @@
+"""The pool of a server, made by its profile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from outrider.control import AdaptiveDrafter, Control, adaptive_control
+from outrider.control.decision import Limits
+from outrider.core import Drafter, Unsupported
+from outrider.drafters import (
+    OURS,
+    AheadDrafter,
+    GuardedDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+    OwnRequests,
+    make_drafter,
+)
+from outrider.drafters.compiled import IS_COMPILED
+from outrider.serving.pool import Pool, PromptReader
+from outrider.serving.profile import ADAPTIVE, DEVICE, HEAD_OPTIONS, LOOKUP, MODEL, Profile
+from outrider.serving.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+
+class PoolHead(PromptReader, Protocol):
+    """A head of the server."""
+
+    def drafter(self, vocab_size: int, **options: Any) -> ModelDrafter[Any]:
+        """Return a drafter with this head."""
+        ...
+
+
+def make_pool(
+    profile: Profile,
+    names: Sequence[str],
+    vocab_size: int,
+    *,
+    model: Any = None,
+    heads: Mapping[str, PoolHead | None] | None = None,
+    ranks: Ranks | None = None,
+    limits: Limits | None = None,
+    device_depths: Mapping[str, int] | None = None,
+) -> Pool:
+    """Make the drafters of these names, with the profile's options. Raises Unsupported.
+
+    model: the draft model
+    heads: those of the server, by name; None on ranks other than 0
+    device_depths: of drafters that draft on the device: how many drafts, if that is fixed
+    """
+    making = _Making(vocab_size, model, heads or {}, limits or Limits())
+    guards: dict[str, GuardedDrafter] = {}
+    for name in names:
+        options = {
+            option: value
+            for option, value in profile.drafters.get(name, {}).items()
+            if option not in HEAD_OPTIONS
+        }
+        try:
+            drafter = making.make(name, options)
+        except (TypeError, ValueError) as error:
+            raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
+        # ours recover by themselves, and a thread takes time in every step
+        timeout = profile.draft_timeout if isinstance(drafter, OwnRequests) else None
+        guards[name] = GuardedDrafter(drafter, vocab_size, timeout)
+    if not IS_COMPILED:
+        logger.warning(
+            "numba is not installed: looking drafts up takes about 100 times as long; "
+            "pip install 'outrider[fast]'"
+        )
+    return Pool(
+        guards,
+        vocab_size,
+        control=making.control,
+        depths=device_depths or {},
+        ranks=ranks or Ranks(),
+        model=model,
+        readers=making.readers(),
+        models=making.models,
+        ahead=making.ahead,
+        lookup=making.lookup,
+    )
+
+
+class _Making:
+    """Makes drafters by name, and keeps what the pool needs of them."""
+
+    def __init__(
+        self, vocab_size: int, model: Any, heads: Mapping[str, PoolHead | None], limits: Limits
+    ) -> None:
+        self._vocab_size, self._model, self._limits = vocab_size, model, limits
+        self._heads = heads
+        self._ours = {name: head for name, head in heads.items() if head is not None}
+        self.control: Control | None = None
+        self.models: list[ModelDrafter[Any]] = []
+        self.ahead: list[AheadDrafter] = []
+        self.lookup = dict(LOOKUP)
+        self._makers: dict[str, Callable[..., Drafter]] = {
+            ADAPTIVE: self._adaptive,
+            DEVICE: self._device,
+            MODEL: self._model_drafter,
+        }
+
+    def make(self, name: str, options: dict[str, Any]) -> Drafter:
+        """Return a new drafter of this name."""
+        if name in self._heads:
+            # on ranks other than 0 nothing drafts
+            return self._head(name, options) if name in self._ours else NoDrafter()
+        maker = self._makers.get(name)
+        if maker is not None:
+            return maker(**options)
+        drafter = make_drafter(name, options)
+        if isinstance(drafter, AheadDrafter):
+            self.ahead.append(drafter)
+        return drafter if name in OURS else OwnRequests(drafter)
+
+    def readers(self) -> list[tuple[PromptReader, frozenset[str]]]:
+        """Return what reads prompts, each with the names of the drafters that use it."""
+        found: list[tuple[PromptReader, frozenset[str]]] = []
+        if self._model is not None:
+            found.append((self._model, frozenset((MODEL, ADAPTIVE))))
+        return found + [(head, frozenset((n, ADAPTIVE))) for n, head in self._ours.items()]
+
+    # models run where the target runs, and would only be in its way in a thread
+
+    def _model_drafter(self, **options: Any) -> ModelDrafter[Any]:
+        if self._model is None:
+            raise ValueError("add --speculative-draft-model-path")
+        self.models.append(ModelDrafter(self._model, self._vocab_size, **options))
+        return self.models[-1]
+
+    def _head(self, name: str, options: Mapping[str, Any]) -> ModelDrafter[Any]:
+        self.models.append(self._ours[name].drafter(self._vocab_size, **options))
+        return self.models[-1]
+
+    def _device(self, **options: int) -> NgramDrafter:
+        self.lookup |= options
+        return NgramDrafter(**self.lookup)  # where the device cannot draft
+
+    def _adaptive(self, **options: Any) -> AdaptiveDrafter:
+        # how far to go is for control to say
+        asked = {"min_survival": 0.0, "siblings": 1}
+        passing = [] if self._model is None else [self._model_drafter(**asked)]
+        for name in self._ours:
+            drafter = self._head(name, asked)
+            drafter.rename(name)  # two may be of the same kind
+            passing.append(drafter)
+        self.control = adaptive_control(passing, limits=self._limits, **options)
+        self.ahead += [d for d in self.control.free.values() if isinstance(d, AheadDrafter)]
+        return AdaptiveDrafter(self.control)

@@ -1,0 +1,172 @@
+"""The paced device as a plugin of SGLang.
+
+$OUTRIDER_PACED switches it on: the name of a cost profile, or a JSON file with
+
+    {"profile": "h100-8b", "reads_each_row": true, "log": "passes.jsonl", "spin": 0.0002,
+     "prefill_row": 2e-6}
+
+of which only `profile` must be there.
+
+reads_each_row: the cache is read as by attention backends other than Outrider's, and there is
+    TARGET_VERIFY
+log: where passes are written
+prefill_row: the target's and the draft model's, in seconds, instead of the profile's
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paced import cpu_time, recorder
+from paced.clock import SPIN, now, sharpen_sleep
+from paced.device import Device
+from paced.profiles import PROFILES
+from paced.races import server as races
+from paced.tensor import run_kernel
+
+VARIABLE = "OUTRIDER_PACED"
+PLUGIN = "outrider_paced"
+"""Its name for $SGLANG_PLUGINS: a server with this one only is bare SGLang on the device."""
+
+
+def register() -> None:
+    """Lay the hooks, if the device was asked for. A failure stops the server."""
+    setting = os.environ.get(VARIABLE)
+    try:
+        if followed := os.environ.get(races.VARIABLE):
+            races.register(followed, recorder.is_outrider)
+        if file := os.environ.get(cpu_time.VARIABLE):
+            cpu_time.register(Path(file))
+        if setting:
+            _lay_hooks(setting)
+    except Exception as error:  # SGLang would log it, and serve the model without weights
+        raise SystemExit(f"the paced device: {error!r}") from error
+
+
+def make_device(setting: str) -> Device:
+    """Return the device that $OUTRIDER_PACED describes."""
+    options = {"profile": setting} if setting in PROFILES else json.loads(Path(setting).read_text())
+    profile = PROFILES[options.pop("profile")]
+    if (seconds := options.pop("prefill_row", None)) is not None:
+        target, draft = (
+            dataclasses.replace(cost, prefill_row=seconds)
+            for cost in (profile.target, profile.draft)
+        )
+        profile = dataclasses.replace(profile, target=target, draft=draft)
+    log = options.pop("log", None)
+    spin, reads_each_row = options.pop("spin", SPIN), options.pop("reads_each_row", False)
+    if options:
+        raise ValueError(f"unknown: {', '.join(options)}")
+    return Device(profile, Path(log) if log else None, spin, reads_each_row)
+
+
+def _lay_hooks(setting: str) -> None:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor import model_runner
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    made: list[Device] = []
+
+    def device() -> Device:
+        """Return this process's device: only the scheduler's process gets to have one."""
+        if not made:
+            made.append(make_device(setting))
+            sharpen_sleep()
+            _wait_at_events(made[0])
+        return made[0]
+
+    def forward_raw(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if batch.forward_mode.is_idle():
+            return original(self, batch, *args, **kwargs)
+        table, slots = self.req_to_token_pool.req_to_token, self.token_to_kv_pool_allocator.size + 1
+        logits, states = device().forward(batch, table, slots, self.is_draft_worker)
+        output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=states)
+        return model_runner.ModelRunnerOutput(logits_output=output, can_run_graph=False)
+
+    def load_head(
+        folder: Path, embedding: Any, num_layers: int, lm_head: Any = None, kind: Any = None
+    ) -> Any:
+        return device().head(folder, num_layers)
+
+    hooks = {
+        "model_executor.model_runner.ModelRunner._forward_raw": (forward_raw, HookType.AROUND),
+        "mem_cache.allocator.TokenToKVPoolAllocator.free": (_free, HookType.AROUND),
+        "sampling.sampling_params.SamplingParams.verify": (_greedy_only, HookType.AFTER),
+    }
+    for name, (hook, kind) in hooks.items():
+        HookRegistry.register(f"sglang.srt.{name}", hook, kind)
+    if os.environ.get("SGLANG_PLUGINS") != PLUGIN:
+        kernels = ("device.look_up", "device.draft_rows", "device.accept")
+        for kernel in (*kernels, "head_steps.unread_rows"):
+            HookRegistry.register(f"outrider.serving.{kernel}", run_kernel, HookType.AROUND)
+        HookRegistry.register(
+            "outrider.engines.sglang.drafts.heads.load_head", load_head, HookType.REPLACE
+        )
+    if make_device(setting).reads_each_row:
+        _verify_by_target()
+    if file := os.environ.get(recorder.VARIABLE):
+        recorder.register(Path(file))
+
+
+def _verify_by_target() -> None:
+    """Let Outrider use TARGET_VERIFY on torch_native, which stands for GPU backends here."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from outrider.engines.sglang.arguments import settings
+
+    def agree(rows: torch.Tensor, padded: torch.Tensor) -> bool:
+        return bool((rows.argmax(-1) == padded.argmax(-1)).all())  # all that these logits have
+
+    settings.VERIFYING.append("torch_native")
+    HookRegistry.register("outrider.engines.sglang.verify_pass._agree", agree, HookType.REPLACE)
+
+
+def _greedy_only(result: None, self: Any, vocab_size: int) -> None:
+    if self.top_k != 1 or self.min_p or self.frequency_penalty or self.presence_penalty:
+        raise ValueError("the paced device answers greedy requests only: temperature 0, no penalty")
+
+
+def _free(original: Any, self: Any, free_index: torch.Tensor) -> None:
+    """Give slots back, without copying all free ones each time.
+
+    On a GPU that copy is the device's work. Here it would be the host's: 2 MB a step at 256
+    requests, 64 MB at contexts of 32k.
+    """
+    is_grouped = getattr(self, "free_group", None)  # of 0.5.11: a list, and a flag beside it
+    is_grouped = is_grouped is not None and not getattr(self, "is_not_in_free_group", False)
+    if self.need_sort or is_grouped or not free_index.numel():
+        return original(self, free_index)
+    free, ring = self.free_pages, getattr(self, "paced_ring", None)
+    end, new = free.storage_offset() + len(free), len(free_index)
+    inside = ring is not None and free.untyped_storage().data_ptr() == ring.data_ptr()
+    if not inside or end + new > len(ring):
+        # never the old one from its start: slots that were given out are views of it
+        ring = self.paced_ring = torch.empty(2 * self.size + new, dtype=torch.int64)
+        ring[: len(free)] = free
+        end = len(free)
+    ring[end : end + new] = free_index
+    self.free_pages = ring[end - len(free) : end + new]
+    return None
+
+
+def _wait_at_events(device: Device) -> None:
+    """Let events and streams of torch's CPU module wait for the device, as a GPU's do."""
+
+    def record(self: Any, stream: Any = None) -> None:
+        self.paced_ready = device.free_at
+
+    def synchronize(self: Any) -> None:
+        device.wait(getattr(self, "paced_ready", 0.0))
+
+    def query(self: Any) -> bool:
+        return bool(getattr(self, "paced_ready", 0.0) <= now())
+
+    event: Any = torch.cpu.Event
+    event.record, event.synchronize, event.query = record, synchronize, query
+    torch.cpu.synchronize = lambda *_: device.wait(device.free_at)

@@ -1,0 +1,130 @@
+"""The simulated engine: its clock, its order of work, and the served step on it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import recorded
+import table
+import torch
+
+from outrider.control.decision import CpuDrafts, DeviceDrafts
+from outrider.core import Proposal
+from outrider.engines import in_process
+from outrider.engines.simulated import SimulatedDevice, run_clients
+from outrider.serving.step import ServedStep
+
+COSTS = recorded.H100_8B
+
+
+def served(arrivals, text, batch, drafter):
+    server = table.server_of(batch, drafter)
+    requests = table.requests_of(arrivals, text, batch, *table.DRAFTERS[drafter])
+    run_clients(server, batch, requests)
+    return server, requests
+
+
+def idle_of(server):
+    """Return how long the device waited before each decode pass but the first."""
+    passes = [entry for entry in server.device.log if entry[0] == "decode"]
+    return [begun - before[4] for before, (*_, begun, _) in pairwise(passes)]
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Return the steps that were settled, as they are."""
+    steps, settle = [], ServedStep._settle
+
+    def noted(self, launched, running):
+        steps.append(settle(self, launched, running))
+        return steps[-1]
+
+    monkeypatch.setattr(ServedStep, "_settle", noted)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "text", "drafter"),
+    [*(("fixed", text, "device 4") for text in table.TEXTS), ("closed", "json", "adaptive")],
+)
+def test_the_device_accepts_what_the_cpu_settles(settled, arrivals, text, drafter):
+    served(arrivals, text, 4, drafter)
+    of_device = [s for s in settled if isinstance(s.launched.decision, DeviceDrafts)]
+    assert len(of_device) > 20
+    for step in of_device:
+        goes_on = [reason is None for reason in step.outcomes.finish_reasons]
+        accepted = step.launched.ticket.accepted[step.running]
+        assert (accepted == step.outcomes.num_accepted_drafts)[goes_on].all()
+    assert sum(int(s.outcomes.num_accepted_drafts.sum()) for s in of_device) > 0
+    assert any(s.launched.early for s in of_device)
+
+
+def test_twin_another_acceptance_is_noticed(monkeypatch):
+    """The engine itself compares them."""
+    advance = in_process.DeviceDrafters.advance
+
+    def wrong(self, rows, emitted):
+        lens, fetched = advance(self, rows, emitted)
+        return lens + 1, fetched
+
+    monkeypatch.setattr(in_process.DeviceDrafters, "advance", wrong)
+    with pytest.raises(AssertionError, match="differ in what was accepted"):
+        served("fixed", "edit", 1, "device 4")
+
+
+def test_plain_steps_never_make_the_device_wait():
+    server, _ = served("fixed", "prose", 16, "none")
+    assert max(idle_of(server)) == 0
+
+
+def test_the_device_waits_for_what_an_informed_step_takes(settled):
+    server, _ = served("fixed", "edit", 16, "suffix 4")
+    informed = [s for s in settled if isinstance(s.launched.decision, CpuDrafts)]
+    assert len(informed) > 30
+    assert idle_of(server)[2:12] == pytest.approx([COSTS.cpu.waiting(16)] * 10)
+
+
+def test_a_pass_starts_when_it_is_launched_and_the_device_is_free():
+    device = SimulatedDevice(COSTS, 100)
+    first = device.queue("decode", 1, 0.006)
+    device.clock.spend(0.001)
+    assert device.queue("decode", 1, 0.006) == pytest.approx(first + 0.006)
+    device.clock.wait_until(0.1)
+    assert device.queue("decode", 1, 0.006) == pytest.approx(0.106)
+    device.clock.wait_until(0.05)  # over already
+    assert device.clock.now() == 0.1
+
+
+def test_the_target_emits_the_answer_while_drafts_agree_with_it():
+    device = SimulatedDevice(COSTS, 200_000)
+    req = recorded.request(0, "chat", 1, 128, "suffix", 4)
+    req.row = 0
+    tokens, _ = device.prefill([req])
+    assert tokens.tolist() == [req.answer[0]]
+    req.on_device.extend(tokens.tolist(), None)
+    right, wrong = req.answer[1:4], [req.answer[1], 7, req.answer[3]]
+    for drafts, expected in ((right, req.answer[1:5]), (wrong, [*req.answer[1:3], -1, -1])):
+        proposal = Proposal.unclaimed(drafts, [3], [-1, 0, 1])
+        emitted, _ = device.decode([req], proposal, informed=True)
+        assert emitted.tolist() == [199_999 if e == -1 else e for e in expected]
+    tree = Proposal.unclaimed([7, req.answer[1], req.answer[2]], [3], [-1, -1, 1])
+    emitted, _ = device.decode([req], tree, informed=True)
+    assert torch.equal(
+        emitted, torch.tensor([req.answer[1], 199_999, req.answer[2], req.answer[3]])
+    )
+
+
+def test_every_way_to_draft_is_used(settled):
+    """Otherwise the table would say nothing of it."""
+    names = set()
+    for text, drafter in (("json", "adaptive+model"), ("code", "adaptive+model")):
+        server, _ = served("closed", text, 1, drafter)
+        assert {entry[0] for entry in server.device.log} >= {"prefill", "draft prefill", "decode"}
+    for step in settled:
+        decision = step.launched.decision
+        if isinstance(decision, CpuDrafts):
+            names.update(decision.names)
+        elif isinstance(decision, DeviceDrafts):
+            names.add(decision.drafter)
+    assert {"suffix", "model", "device"} <= names
