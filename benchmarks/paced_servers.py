@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,7 @@ class Contender:
         head
     stock: whether Outrider runs on a backend of SGLang's, which reads a request's cache for each
         row of a decode batch; on its own backend, once for all of them
+    paths: where another Outrider than this one is installed, and the site of its tests
     """
 
     flags: tuple[str, ...] = ()
@@ -38,6 +40,7 @@ class Contender:
     draft_model: bool = False
     head: bool = False
     stock: bool = False
+    paths: tuple[str, ...] = ()
 
 
 class Paced(Suspendable):
@@ -86,6 +89,9 @@ def _start(
     }
     (folder / f"{stem}.device.json").write_text(json.dumps(setting))
     environment = {VARIABLE: str(folder / f"{stem}.device.json"), "OMP_NUM_THREADS": "1"}
+    if contender.paths:
+        own = [*contender.paths, os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, own))
     flags = [*FLAGS, *common, *contender.flags]
     if contender.profile is None:
         environment["SGLANG_PLUGINS"] = PLUGIN

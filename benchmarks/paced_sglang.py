@@ -22,7 +22,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     runs: list[Run] = result["runs"]
     started = time.monotonic()
-    flags = _size_flags(args, cells)
+    flags = size_flags(cells, partial(_most, args), args.context)
     with servers(args.device, _contenders(args.contenders), flags) as running:
         for batch in dict.fromkeys(batch for _, batch in cells):
             for server in running.values():  # control has met traffic before
@@ -143,10 +144,15 @@ def _cells(args: argparse.Namespace) -> list[tuple[str, int]]:
     return [(kind, batch) for batch in batches for kind in args.kinds or table.get(batch, (MIXED,))]
 
 
-def _size_flags(args: argparse.Namespace, cells: Sequence[tuple[str, int]]) -> tuple[str, ...]:
-    """Return the flags that make room for the largest cell."""
+def size_flags(
+    cells: Sequence[tuple[str, int]], tokens_at: Callable[[int], int], context: int = 0
+) -> tuple[str, ...]:
+    """Return the flags that make room for the largest cell.
+
+    tokens_at: returns how many tokens an answer has at a batch size
+    """
     sizes = [
-        (batch, max(len(p.ids) for p in prompts(kind, batch, args.context)), _most(args, batch))
+        (batch, max(len(p.ids) for p in prompts(kind, batch, context)), tokens_at(batch))
         for kind, batch in [*cells, *((MIXED, batch) for _, batch in cells)]
     ]
     slots = max(batch * (prompt + tokens + 2 * MOST_DRAFTS + 8) for batch, prompt, tokens in sizes)
@@ -176,7 +182,7 @@ def measure_parts(
     from paced_servers import ask, run, servers
 
     names, found = [n for n in (NONE, ADAPTIVE, WITH_MODEL) if n in args.contenders], []
-    flags = (*_size_flags(args, cells), "--enable-metrics")
+    flags = (*size_flags(cells, partial(_most, args), args.context), "--enable-metrics")
     with servers(args.device, _contenders(names), flags) as running:
         for batch in dict.fromkeys(batch for _, batch in cells):
             for name, server in running.items():
