@@ -12,6 +12,7 @@ import pytest
 import outrider
 from outrider.core import Budget, KeyedCoins, Outcome, Request, SamplingParams
 from outrider.drafters import ModelDrafter, NgramDrafter, SuffixDrafter, make_drafter
+from outrider.drafters.registry import OURS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "bigram_drafter"
@@ -49,6 +50,40 @@ def test_it_is_found_with_its_options():
         make_drafter("bigram", {"min_share": 2})
     with pytest.raises(outrider.Unsupported, match=r"choose one of ahead, bigram,.* ngram,"):
         make_drafter("trigram", {})
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_page_lists_every_drafter(name):
+    rows = re.findall(rf"^\| `{name}`", PAGE, re.MULTILINE)
+    assert len(rows) >= 1 + bool(inspect.signature(OURS[name]).parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        ("ngram", {"min_n": 2.5}, "min_n must be a whole number from 1"),
+        ("ngram", {"min_n": True}, "min_n"),
+        ("ngram", {"min_n": "3"}, "min_n"),
+        ("ngram", {"max_n": float("inf")}, "max_n"),
+        ("ngram", {"max_n": 10**30}, "max_n"),
+        ("ngram", {"min_n": 5, "max_n": 3}, "max_n must be a whole number from 5"),
+        ("suffix", {"min_match": 2.5}, "min_match"),
+        ("suffix", {"min_match": 10**30, "max_match": 10**31}, "min_match"),
+        ("suffix", {"max_match": 2**64}, "max_match"),
+        ("suffix", {"width": 2.0}, "width must be a whole number from 1 to 8"),
+        ("suffix", {"min_vote": "0.5"}, "min_vote must be a number from 0 to 1"),
+        ("suffix", {"min_vote": 10**400}, "min_vote"),
+        ("suffix", {"shared_tokens": -1}, "shared_tokens"),
+        ("ahead", {"wait": "1"}, "wait must be a number of at least 0"),
+        ("ahead", {"wait": float("nan")}, "wait"),
+    ],
+)
+def test_a_wrong_option_is_named_in_one_line(name, options, named):
+    with pytest.raises(outrider.Unsupported) as refused:
+        make_drafter(name, options)
+    message = str(refused.value)
+    assert named in message.split("; ", 1)[1]
+    assert "\n" not in message
 
 
 @pytest.mark.usefixtures("installed")

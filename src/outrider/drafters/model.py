@@ -32,10 +32,10 @@ from outrider.core import (
     Sampled,
     TargetDistribution,
     chain,
-    is_whole,
     target_distribution,
     transformed,
 )
+from outrider.drafters.options import check_number, check_whole
 from outrider.drafters.trees import CachedLength, TreeDrafting, fit_vocabulary
 from outrider.drafters.unrolled import Copied, Unrolled
 
@@ -141,8 +141,9 @@ class ModelDrafter(Generic[S]):
         siblings: int = 0,
         width: int = 0,
     ) -> None:
-        if not (0 <= min_survival <= 1 and is_whole(siblings, 0) and is_whole(width, 0)):
-            raise ValueError("need 0 <= min_survival <= 1, and whole siblings >= 0 and width >= 0")
+        min_survival = check_number("min_survival", min_survival, 0, 1)
+        siblings = check_whole("siblings", siblings, 0)
+        width = check_whole("width", width, 0)
         self._trees: TreeDrafting[S] | None = None
         if width:
             branching: Any = model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.drafters.options import check_whole
 from outrider.drafters.suffix import SuffixDrafter
 
 
@@ -16,6 +17,5 @@ class NgramDrafter(SuffixDrafter):
     name = "ngram"
 
     def __init__(self, min_n: int = 2, max_n: int = 4) -> None:
-        if not 1 <= min_n <= max_n:
-            raise ValueError("need 1 <= min_n <= max_n")
-        super().__init__(min_match=min_n, max_match=max_n, width=1)
+        min_n = check_whole("min_n", min_n, 1)
+        super().__init__(min_match=min_n, max_match=check_whole("max_n", max_n, min_n), width=1)

@@ -13,6 +13,7 @@ import numpy as np
 
 from outrider.core import Budget, Ints, Outcome, Outcomes, Proposal, Request
 from outrider.drafters.lookup import ANCHOR, WIDTH, Texts
+from outrider.drafters.options import check_number, check_whole
 from outrider.drafters.shared import SharedTexts, tenant_of
 
 
@@ -39,11 +40,11 @@ class SuffixDrafter:
         width: int = WIDTH,
         shared_tokens: int = 0,
     ) -> None:
-        if not 0 <= min_vote <= 1 or not 1 <= min_match <= max_match or not 1 <= width <= WIDTH:
-            raise ValueError(
-                f"need 0 <= min_vote <= 1, 1 <= min_match <= max_match and 1 <= width <= {WIDTH}"
-            )
-        self._min_vote, self._width = float(min_vote), width
+        self._min_vote = check_number("min_vote", min_vote, 0, 1)
+        self._width = check_whole("width", width, 1, WIDTH)
+        min_match = check_whole("min_match", min_match, 1)
+        max_match = check_whole("max_match", max_match, min_match)
+        shared_tokens = check_whole("shared_tokens", shared_tokens, 0)
         self.texts = Texts(min_match, max_match)
         self._rows: dict[int, int] = {}
         self._shared = SharedTexts(shared_tokens, Texts(min_match, max_match))

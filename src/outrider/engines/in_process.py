@@ -78,7 +78,7 @@ class InProcessRequest(Request):
 
 def describe(req: InProcessRequest, number: int) -> ServedRequest:
     """Return the state of a request, given a number that no other request has."""
-    sampling = req.sampling
+    sampling, max_drafts = req.sampling, 0 if req.drafter == "none" else req.max_drafts
     return ServedRequest(
         id=number,
         prompt=req.prompt,
@@ -94,8 +94,8 @@ def describe(req: InProcessRequest, number: int) -> ServedRequest:
             may_end_early=bool(sampling.stop_strings) or sampling.ends is not None,
             stop_ids=req.eos_token_ids | frozenset(sampling.stop_token_ids),
         ),
-        drafter=req.drafter if req.max_drafts else "none",
-        max_drafts=req.max_drafts,
+        drafter=req.drafter if max_drafts else "none",
+        max_drafts=max_drafts,
     )
 
 
@@ -146,7 +146,7 @@ class Rows:
     reqs: that have rows
     proposal: their drafts, whoever made them
     knows: who knows the lengths and last tokens after the step
-    longest: [R] how many tokens of each are cached after it, at most
+    lens: [R] how many tokens of each are cached after it, if the CPU knows
     informed: whether the CPU laid them out when it knew the last outcome
     drafts: of the device, if it makes them
     """
@@ -154,7 +154,7 @@ class Rows:
     reqs: Sequence[InProcessRequest]
     proposal: Proposal
     knows: Knows
-    longest: Ints
+    lens: Ints
     informed: bool
     drafts: DeviceRows | None
 
@@ -193,9 +193,8 @@ class InProcessEngine:
 
     def __init__(self, device: Device, drafters: DeviceDrafters, max_requests: int) -> None:
         self._device, self._drafters = device, drafters
-        # by row: how many tokens are cached, and at most how many, as far as the CPU knows
+        # how many tokens of each are cached, as the device knows it
         self._lens = torch.zeros(max_requests, dtype=torch.int64)
-        self._longest = np.zeros(max_requests, np.int64)
         self._free = list(range(max_requests - 1, -1, -1))
 
     # -- what the scheduler calls
@@ -209,22 +208,27 @@ class InProcessEngine:
         """Launch the pass that reads the prompts of new requests."""
         for req in reqs:
             req.row = self._free.pop()
-            self._longest[req.row] = self._lens[req.row] = req.length
+            self._lens[req.row] = req.length
         tokens, ready = self._device.prefill(reqs)
         self._advance([req.on_device for req in reqs], Proposal.empty(len(reqs)), tokens)
         return Ticket(tokens, ready)
 
-    def batch(self, reqs: Sequence[InProcessRequest], knows: Knows, device_drafter: str) -> Batch:
+    def batch(
+        self,
+        reqs: Sequence[InProcessRequest],
+        knows: Knows,
+        longest: Ints,
+        device_drafter: str,
+    ) -> Batch:
         """Return the decode batch of these requests.
 
-        knows, device_drafter: see `Batch`
+        knows, longest, device_drafter: see `Batch`
         """
-        rows = np.array([req.row for req in reqs], np.int64)
-        index = torch.from_numpy(rows)
+        index = torch.tensor([req.row for req in reqs])
         return Batch(
             reqs=reqs,
             knows=knows,
-            longest=self._longest[rows],
+            longest=longest,
             index=index,
             lens=self._lens[index],
             own=OwnBatch(reqs),
@@ -254,15 +258,14 @@ class InProcessEngine:
         own: OwnBatch = batch.own
         reqs = [own.reqs[place] for place in members.places.tolist()]
         proposal: Proposal = Proposal.empty(len(reqs))
-        longest, knows = members.lens + 1, Knows.BOTH
+        knows = Knows.BOTH
         if drafts is not None:
             proposal, knows = chains_of(drafts), Knows.DEVICE
-            longest = longest + proposal.num_drafts
         elif isinstance(decision, CpuDrafts):
             proposal, knows = decision.proposal, Knows.CPU
         if not members.is_whole:
             knows = Knows.CPU
-        return Rows(reqs, proposal, knows, longest, own.informed, drafts)
+        return Rows(reqs, proposal, knows, members.lens + 1, own.informed, drafts)
 
     def run(self, rows: Rows) -> Ticket:
         """Run the pass of a step. Its result is there when the device says."""
@@ -270,15 +273,11 @@ class InProcessEngine:
         on_device = [req.on_device for req in rows.reqs]
         cached = np.array([request.length for request in on_device], np.int64) - 1
         self._advance(on_device, rows.proposal, tokens)
-        index = np.array([req.row for req in rows.reqs], np.int64)
-        self._longest[index] = rows.longest
-        accepted = None
-        if rows.drafts is None:
-            self._lens[torch.from_numpy(index)] = torch.from_numpy(rows.longest)
-        else:
+        lens, accepted = torch.from_numpy(rows.lens), None
+        if rows.drafts is not None:
             lens, tokens = self._drafters.advance(rows.drafts, tokens)
-            self._lens[torch.from_numpy(index)] = lens
             accepted = lens.numpy() - cached - 1
+        self._lens[[req.row for req in rows.reqs]] = lens
         return Ticket(tokens, ready, rows.knows, accepted)
 
     def _advance(self, on_device: Sequence[Request], proposal: Proposal, tokens: Tensor) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -130,7 +129,8 @@ class Scheduler:
             return self._prefill(self._chosen())
         if not self._running:
             return None
-        batch = self._engine.batch(self._running, self._knows, self._device_drafter)
+        longest = self.in_flight.max_cached(self._running, self._table)
+        batch = self._engine.batch(self._running, self._knows, longest, self._device_drafter)
         launched = self._step.launch(batch)
         ticket: Ticket = launched.ticket
         self._knows, self._device_drafter = ticket.knows, launched.device_drafter
@@ -174,16 +174,17 @@ class Scheduler:
 
     def _take_in(self, launched: Launched | PrefillLaunch) -> list[InProcessRequest]:
         """Give clients what a step emitted. Return the requests that have ended."""
+        reqs: list[InProcessRequest]
         if isinstance(launched, PrefillLaunch):
-            reqs: Sequence[Any] = launched.reqs
+            reqs = list(launched.reqs)
             for req, token in zip(reqs, self._engine.first_tokens(launched.ticket), strict=True):
                 req.extend([token], req.finish_after([token]))
         else:
-            settled = self._step.outcome_of(launched)
-            outcomes, reqs = settled.outcomes, [r.req for r in settled.members.requests]
-            tokens, starts = outcomes.tokens.tolist(), outcomes.starts.tolist()
-            for r, (req, reason) in enumerate(zip(reqs, outcomes.finish_reasons, strict=True)):
-                req.extend(tokens[starts[r] : starts[r + 1]], reason)
+            settled, reqs = self._step.outcome_of(launched), []
+            for request, outcome in zip(settled.members.requests, settled.outcomes, strict=True):
+                if not request.req.finished():  # by its first token, with this step in flight
+                    request.req.extend(outcome.tokens, outcome.finish_reason)
+                    reqs.append(request.req)
             self._step.after_outcome()
         ended = [req for req in reqs if req.finished()]
         self._engine.release(ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -76,6 +77,39 @@ def test_twin_another_acceptance_is_noticed(monkeypatch):
 def test_plain_steps_never_make_the_device_wait():
     server, _ = served("fixed", "prose", 16, "none")
     assert max(idle_of(server)) == 0
+
+
+def test_requests_without_a_drafter_are_launched_early_whatever_they_allow(settled):
+    server = table.server_of(4, "suffix 4")
+    run_clients(server, 4, table.requests_of("fixed", "prose", 4, "none", 8))
+    assert all(step.launched.early for step in settled[1:])
+
+
+@pytest.mark.parametrize("drafter", table.DRAFTERS)
+def test_an_answer_of_one_token_has_one(drafter):
+    """Its decode step was launched before the first token was read."""
+    server = table.server_of(4, drafter)
+    requests = table.requests_of("fixed", "chat", 4, *table.DRAFTERS[drafter])
+    for req in requests[:2]:
+        req.sampling = dataclasses.replace(req.sampling, max_tokens=1)
+    run_clients(server, 4, requests)
+    assert [len(req.output) for req in requests[:2]] == [1, 1]
+    assert all(req.output == req.answer[: req.sampling.max_tokens] for req in requests)
+
+
+def test_what_may_be_cached_follows_what_was_settled(monkeypatch):
+    """A bound that grows by all drafts, accepted or not, would end drafting on the device."""
+    gaps, launch = [], ServedStep.launch
+
+    def noted(self, batch):
+        known = [req.length - 1 for req in batch.reqs]
+        gaps.append(int((batch.longest - known).max()))
+        return launch(self, batch)
+
+    monkeypatch.setattr(ServedStep, "launch", noted)
+    served("fixed", "prose", 4, "device 4")
+    assert len(gaps) > 40
+    assert max(gaps[2:]) <= 2 * (4 + 1)
 
 
 def test_the_device_waits_for_what_an_informed_step_takes(settled):

@@ -41,6 +41,7 @@ from outrider.drafters.ahead.messages import (
     ids_of,
     opened,
 )
+from outrider.drafters.options import check_number
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +91,9 @@ class AheadDrafter:
         wait: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not wait >= 0:
-            raise ValueError(f"wait must be >= 0 seconds, not {wait!r}")
         self._path = str(default_path() if socket is None else socket)
-        self._wait, self._clock, self._vocab_size = wait, clock, 1 << 63
+        self._wait, self._clock = check_number("wait", wait, 0), clock
+        self._vocab_size = 1 << 63
         self._connection: Connection | None = None
         self._tried = -RETRY
         self._faults = 0  # connections in a row that came to nothing, or to nonsense
