@@ -28,7 +28,8 @@ from pathlib import Path
 
 import replay
 
-from outrider.control import CpuDrafts, DeviceDrafts, Feasible, Limits, Plain, adaptive_control
+from outrider.control import Limits, adaptive_control
+from outrider.control.decision import CpuDrafts, DeviceDrafts, Feasible, Plain
 from outrider.control.device import NAME as DEVICE
 from outrider.core import Draft, PointMass, Proposal
 

@@ -13,13 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from outrider.control import (
-    CpuDrafts,
-    Feasible,
-    Limits,
-    Report,
-    adaptive_control,
-)
+from outrider.control import Limits, adaptive_control
+from outrider.control.decision import CpuDrafts, Feasible, Report
 from outrider.core import (
     Budget,
     Draft,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from outrider.control.acceptance import LEAST, MOST, Acceptance, prior
+from outrider.control.acceptance import MAX_CHANCE, MIN_CHANCE, Acceptance, prior
 
 
 def new_learner():
@@ -88,8 +88,8 @@ def test_chances_have_bounds():
     for _ in range(200):
         observe(learner, "model", 0, 1.0, True)
         observe(learner, "other", 0, 0.0, False)
-    assert chance(learner, "model", 0, 1.0) == MOST
-    assert chance(learner, "other", 0, 0.0) == LEAST
+    assert chance(learner, "model", 0, 1.0) == MAX_CHANCE
+    assert chance(learner, "other", 0, 0.0) == MIN_CHANCE
 
 
 def test_many_at_once_are_learnt_as_one_by_one():
@@ -128,7 +128,7 @@ def test_the_optimistic_estimate_is_for_what_is_not_known():
     )
     assert early > new > old > 0
     later = [optimistic(learner, "model", 19, 0.5, idle) for idle in (16, 64, 10_000)]
-    assert later[0] < later[1] < later[2] == MOST
+    assert later[0] < later[1] < later[2] == MAX_CHANCE
 
 
 def test_an_easy_text_makes_unsure_drafts_likely():

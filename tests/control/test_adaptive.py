@@ -11,15 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.control import (
-    AdaptiveDrafter,
-    Control,
-    Feasible,
-    Limits,
-    Plain,
-    Report,
-    adaptive_control,
-)
+from outrider.control import AdaptiveDrafter, Control, Limits, adaptive_control
+from outrider.control.decision import Feasible, Plain, Report
 from outrider.control.device import DEPTHS
 from outrider.control.model_choice import FREE_SHARE, MAX_CREDIT, MAX_DEBT, Account
 from outrider.control.step import Passes, Step

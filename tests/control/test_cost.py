@@ -26,7 +26,7 @@ def learn(curve: Curve, machine, steps: int, seed: int = 0, rows=range(1, 49)) -
 
 
 def test_nothing_is_known_before_anything_is_seen():
-    assert not Curve().is_known
+    assert not Curve().seconds(1)
     assert Curve().seconds(4) == 0.0
 
 

@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.control import (
-    CpuDrafts,
-    DeviceDrafts,
-    Feasible,
-    Limits,
-    Report,
-    adaptive_control,
-)
+from outrider.control import Limits, adaptive_control
+from outrider.control.decision import CpuDrafts, DeviceDrafts, Feasible, Report
 from outrider.control.device import NAME
 from outrider.core import (
     Budget,

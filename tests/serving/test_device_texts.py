@@ -102,7 +102,8 @@ def plain_step(texts, requests, widths, shift=0):
     index = torch.tensor([2 * request.id + 1 for request in requests])
     longest = np.array([request.length for request in requests]) - 1
     lens = torch.from_numpy(longest + shift)
-    rows = texts.rows(requests, np.array(widths), index, lens, longest + shift)
+    ends = texts.ends(requests, np.array(widths), index, lens, longest + shift)
+    rows = texts.rows(ends, texts.look_up(ends))
     emitted, owner = [], rows.layout.owner.tolist()
     for row, place in enumerate(rows.layout.place.tolist()):
         known, cached = requests[owner[row]], int(rows.lens[owner[row]])

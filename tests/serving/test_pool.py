@@ -58,7 +58,7 @@ def request(number, drafter):
 
 
 def pool_of(drafters, **others):
-    return Pool({name: GuardedDrafter(each, V) for name, each in drafters.items()}, V, **others)
+    return Pool({name: GuardedDrafter(each, V) for name, each in drafters.items()}, **others)
 
 
 def budget(*most):

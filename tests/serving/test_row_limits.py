@@ -80,7 +80,7 @@ class Steps:
     """Decides for requests of a server whose passes have room for so many rows."""
 
     def __init__(self, limit, vocab_size=1000):
-        self.pool = Pool({"full": GuardedDrafter(Full(), vocab_size)}, vocab_size)
+        self.pool = Pool({"full": GuardedDrafter(Full(), vocab_size)})
         rows = RowBudget(limit, vocab_size, logit_bytes=2, coins=None, trees=False)
         self.table = SimpleNamespace(columns=None)
         self.decider = Decider(self.table, self.pool, DeviceDrafters(), rows)

@@ -250,7 +250,6 @@ class Server:
             guards["adaptive"] = control
         self.pool = Pool(
             {name: GuardedDrafter(drafter, V) for name, drafter in guards.items()},
-            V,
             control=control,
             depths={"device": 64},
         )

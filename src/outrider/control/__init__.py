@@ -15,41 +15,8 @@ In the order of a step:
 * `slowdown`: no drafts while they are measured to be slower than plain decoding
 """
 
-from outrider.control.acceptance import Acceptance
 from outrider.control.adaptive import AdaptiveDrafter, adaptive_control, adaptive_drafter
 from outrider.control.control import Control
-from outrider.control.cost import StepCost
-from outrider.control.curve import Curve
-from outrider.control.decision import (
-    CpuDrafts,
-    Decision,
-    DeviceDrafts,
-    Feasible,
-    Limits,
-    Plain,
-    Report,
-)
-from outrider.control.policy import Choice, choose
-from outrider.control.slowdown import SlowdownGuard
-from outrider.control.step import Step
+from outrider.control.decision import Limits
 
-__all__ = [
-    "Acceptance",
-    "AdaptiveDrafter",
-    "Choice",
-    "Control",
-    "CpuDrafts",
-    "Curve",
-    "Decision",
-    "DeviceDrafts",
-    "Feasible",
-    "Limits",
-    "Plain",
-    "Report",
-    "SlowdownGuard",
-    "Step",
-    "StepCost",
-    "adaptive_control",
-    "adaptive_drafter",
-    "choose",
-]
+__all__ = ["AdaptiveDrafter", "Control", "Limits", "adaptive_control", "adaptive_drafter"]

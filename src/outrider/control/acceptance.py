@@ -16,7 +16,7 @@ were proposed and not used are compared with what was emitted.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +41,7 @@ REST = 32.0
 """Steps without a draft after which half of what is known about a request is forgotten, and the
 optimistic estimate is higher by 1 in log-odds. So every drafter that could pay is tried again."""
 
-LEAST, MOST = 0.02, 0.98
+MIN_CHANCE, MAX_CHANCE = 0.02, 0.98
 
 
 def prior(bucket: int) -> float:
@@ -126,7 +126,7 @@ def _shifted(share: Floats, shift: Floats) -> Floats:
 
 
 def _limit(chances: Floats) -> Floats:
-    return np.minimum(MOST, np.maximum(LEAST, chances))
+    return np.minimum(MAX_CHANCE, np.maximum(MIN_CHANCE, chances))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,16 +143,13 @@ class DrafterChances:
     sibling: Chances
     prior: Chances | None
 
-    def __iter__(self) -> Iterator[Chances]:
-        found = (self.first, self.sibling, self.prior)
-        return (chances for chances in found if chances is not None)
-
 
 class Acceptance:
     """Acceptance probabilities by drafter, and the rows of requests in them."""
 
     def __init__(self) -> None:
         self._drafters: dict[str, DrafterChances] = {}
+        self._all: list[Chances] = []  # of all drafters
         self._rows: dict[Hashable, int] = {}
         self._free: list[int] = []
         self._capacity = 0
@@ -162,10 +159,10 @@ class Acceptance:
 
         has_prior: for a draft model, which is called only if it is expected to pay
         """
-        first, sibling, before = (Chances(self._capacity) for _ in range(3))
-        found = DrafterChances(first, sibling, before if has_prior else None)
-        self._drafters[name] = found
-        return found
+        first, sibling, prior = (Chances(self._capacity) for _ in range(3))
+        self._all += [first, sibling, prior] if has_prior else [first, sibling]
+        self._drafters[name] = DrafterChances(first, sibling, prior if has_prior else None)
+        return self._drafters[name]
 
     def __getitem__(self, name: str) -> DrafterChances:
         """Return what is known about the drafts of a drafter."""
@@ -180,7 +177,10 @@ class Acceptance:
             for request in requests:
                 if request not in rows:
                     rows[request] = self._free.pop() if self._free else len(rows)
-            self._reach(len(rows))
+            if len(rows) > self._capacity:
+                self._capacity = max(len(rows), 2 * self._capacity)  # so that this is seldom needed
+                for chances in self._all:
+                    chances.grow(self._capacity)
             return self.rows(requests)
 
     def forget(self, request: Hashable) -> None:
@@ -188,15 +188,5 @@ class Acceptance:
         row = self._rows.pop(request, None)
         if row is not None:
             self._free.append(row)
-            for drafter in self._drafters.values():
-                for chances in drafter:
-                    chances.forget(row)
-
-    def _reach(self, size: int) -> None:
-        """Make room for so many rows, and double it at least, so that this is seldom needed."""
-        if size <= self._capacity:
-            return
-        self._capacity = max(size, 2 * self._capacity)
-        for drafter in self._drafters.values():
-            for chances in drafter:
-                chances.grow(self._capacity)
+            for chances in self._all:
+                chances.forget(row)

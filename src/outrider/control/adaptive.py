@@ -13,9 +13,6 @@ from outrider.control.step import TraceFile
 from outrider.core import Budget, Drafter, Outcome, Outcomes, Proposal, Request
 from outrider.drafters import AheadDrafter, SuffixDrafter
 
-NOTHING_FEASIBLE = Feasible()
-"""The plain loop has neither drafts of the device nor padded passes."""
-
 
 class AdaptiveDrafter:
     """A drafter that lets control decide each step. It never drafts on the device.
@@ -28,25 +25,16 @@ class AdaptiveDrafter:
 
     def __init__(self, control: Control) -> None:
         self.control, self.hidden_layers = control, control.hidden_layers
+        self.start, self.stop, self.meanwhile = control.start, control.stop, control.meanwhile
+        self.limit_vocabulary = control.limit_vocabulary
         self._requests: Sequence[Request] = ()
         self._decision: Decision = Plain()
-
-    def start(self, requests: Sequence[Request]) -> None:
-        """Introduce the requests to every drafter."""
-        self.control.start(requests)
-
-    def stop(self, requests: Sequence[Request]) -> None:
-        """Forget the requests, here and in every drafter."""
-        self.control.stop(requests)
-
-    def limit_vocabulary(self, vocab_size: int) -> None:
-        """Let drafters leave out drafts beyond the target's vocabulary."""
-        self.control.limit_vocabulary(vocab_size)
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Return the drafts that are expected to emit the most tokens per second."""
         self._requests = requests
-        self._decision = decision = self.control.decide(requests, budget, NOTHING_FEASIBLE)
+        # the plain loop has neither drafts of the device nor padded passes
+        self._decision = decision = self.control.decide(requests, budget, Feasible())
         if isinstance(decision, CpuDrafts):
             return decision.proposal
         return Proposal.empty(len(requests))
@@ -55,10 +43,6 @@ class AdaptiveDrafter:
         """Show every drafter what was emitted, and let control learn from it."""
         done, ended = Outcomes.of(outcomes), self.control.clock()
         self.control.observe(Report(done, self._decision, early=False, ended=ended))
-
-    def meanwhile(self) -> None:
-        """Do what can wait."""
-        self.control.meanwhile()
 
     def used(self, request: Request) -> str:
         """Return the drafter that drafted for a request in the last step; "" if none did."""

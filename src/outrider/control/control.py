@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from outrider.control.acceptance import Acceptance
 from outrider.control.cost import StepCost
@@ -48,32 +48,16 @@ from outrider.control.decision import (
 )
 from outrider.control.device import DeviceChoice
 from outrider.control.learning import Learning
-from outrider.control.model_choice import Call, ModelChoice, PassingDrafter, Situation
-from outrider.control.plan import Offer, Plan, join
+from outrider.control.model_choice import Call, ModelChoice, PassingDrafter
+from outrider.control.plan import Offer, join
 from outrider.control.policy import NO_INDICES, best_goodput, choose
-from outrider.control.step import NO_PASSES, Passes, Pending, Step, drafted_on_device
+from outrider.control.step import NO_PASSES, Passes, Pending, Situation, Step
 from outrider.core import Budget, Drafter, Ints, Request
 from outrider.drafters import AheadDrafter
 from outrider.drafters.states import SharedStates
 
 MARGIN = 0.05
 """Share by which drafting must beat plain decoding, and a step with the model one without."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Choice:
-    """Which drafts of the CPU are verified.
-
-    plan: all drafts
-    nodes: those that are verified, as indices in the plan
-    offers: that the plan was made of
-    passes: what a draft model did for the step
-    """
-
-    plan: Plan
-    nodes: Ints
-    offers: Sequence[Offer]
-    passes: Passes = NO_PASSES
 
 
 class Control:
@@ -165,7 +149,7 @@ class Control:
         """
         self.cost.observe(rows, 0, seconds)
         for model, taken in zip(self.models.values(), draft_seconds, strict=False):
-            model.calibrate(rows, taken)
+            model.cost.passes.observe(rows, taken)
 
     def add_to_device(self, names: Iterable[str]) -> None:
         """Let these models draft on the device too, where that is feasible."""
@@ -185,20 +169,14 @@ class Control:
 
     def decide(self, requests: Sequence[Request], budget: Budget, feasible: Feasible) -> Decision:
         """Return what is expected to emit the most tokens per second."""
-        begun = self._begin(requests, feasible)
-        offers = self._free_offers(requests, budget, begun.rows)
-        chosen = self._choose(requests, budget, feasible, begun, offers)
-        nodes = chosen.nodes
-        proposal = chosen.plan.tree.take(nodes) if len(nodes) else None
-        self._pending = replace(
-            begun, offers=chosen.offers, passes=chosen.passes, proposed=self.clock()
-        )
+        now, nodes, passes = self._choose(self._situation(requests, budget, feasible))
+        proposal = now.plan.tree.take(nodes) if len(nodes) else None
+        self._pending = Pending(now, self.clock(), passes)
         if proposal is None:
             return self.device.drafts(requests) or Plain()
-        padded = self.cost.prefers_padded(
-            proposal.num_rows, begun.context, begun.requests, feasible.padded_width
-        )
-        return CpuDrafts(proposal, chosen.plan.names(nodes, chosen.offers), padded)
+        rows, width = proposal.num_rows, feasible.padded_width
+        padded = self.cost.prefers_padded(rows, now.context, len(requests), width)
+        return CpuDrafts(proposal, now.plan.names(nodes, now.offers), padded)
 
     def score_unused(self, requests: Sequence[Request], budget: Budget, feasible: Feasible) -> None:
         """Make the drafts of a step that was launched without them, while the device works.
@@ -206,22 +184,19 @@ class Control:
         They are only scored against the emitted tokens. Control wakes up if they would have gained
         more than the waits for them cost.
         """
-        batch, begun = len(requests), self._begin(requests, feasible)
-        offers = self._free_offers(requests, budget, begun.rows)
-        self._pending = replace(begun, offers=offers, proposed=begun.t)
+        now, batch = self._situation(requests, budget, feasible), len(requests)
+        self._pending = Pending(now, proposed=now.t)
         if not self._may_draft(batch):
             self.device.stop()
             return
-        now = self._situation(requests, budget, feasible, begun, join(offers, budget))
         seconds = now.seconds.copy()
         # a step with drafts waits, and so does the step after it
-        seconds[batch + 1 :] += self.cost.waiting(begun.context, batch)
+        seconds[batch + 1 :] += self.cost.waiting(now.context, batch)
         now = replace(now, seconds=seconds)
         # the step emits a token for the first place: the next step could verify the others
         later = now.plan.survival[now.plan.tree.depths > 1]
-        plain = batch / float(seconds[batch])
         best = best_goodput(later, batch, seconds)
-        wakes = bool(best > (1 + self._margin) * plain)
+        wakes = bool(best > (1 + self._margin) * now.plain_goodput)
         if self.device.choose(now, best):
             wakes = False
             seconds = seconds.copy()
@@ -239,42 +214,52 @@ class Control:
     def observe(self, report: Report) -> None:
         """Show every drafter what was emitted. Control learns from the step in `meanwhile`."""
         self._learning.learn()
-        self._observed, outcomes = report.ended, report.outcomes
-        pending, self._pending = self._pending, None
-        if drafter := drafted_on_device(report):
-            self._learning.keep_device_outcomes(outcomes, drafter)
-        # if a request was taken away meanwhile, nothing is learned from the step
-        if pending is not None and pending.requests == len(outcomes.requests):
-            self._learning.keep(pending.done(report))
-        for name, each in self._drafters.items():
-            each.observe(self._states.of(name, outcomes))
+        self._learning.keep(self._pending, report)
+        self._pending, self._observed = None, report.ended
+        for name, drafter in self._drafters.items():
+            drafter.observe(self._states.of(name, report.outcomes))
 
     def meanwhile(self) -> None:
         """Do what can wait: learn from the last step, and let drafters do theirs."""
         self._learning.learn()
         self.cost.refresh()
         for model in self.models.values():
-            model.refresh()
+            model.cost.passes.refresh()
         for drafter in self.free.values():
             if (work := getattr(drafter, "meanwhile", None)) is not None:
                 work()
 
     # -- deciding
 
-    def _begin(self, requests: Sequence[Request], feasible: Feasible) -> Pending:
+    def _situation(
+        self, requests: Sequence[Request], budget: Budget, feasible: Feasible
+    ) -> Situation:
+        """Let the free drafters propose, and return what is known then."""
         self._pending = None
-        context, before = sum([request.length for request in requests]), self._observed
-        begun = Pending(
-            t=self.clock() if before is None else before,
-            requests=len(requests),
-            context=context,
-            follows=before is not None,
-            rows=self.acceptance.rows([request.id for request in requests]),
-            padded_width=feasible.padded_width,
-        )
-        if not self._has_seen(len(requests)):
+        batch, before = len(requests), self._observed
+        began = self.clock() if before is None else before
+        context = sum([request.length for request in requests])
+        rows = self.acceptance.rows([request.id for request in requests])
+        if not self._has_seen(batch):
             self._learning.learn()  # the step that is not learned from yet may have been the first
-        return begun
+        free = {} if self.slowdown_guard.is_tripped else self.free
+        offers = [
+            Offer.of(name, drafter.propose(requests, budget), self.acceptance[name], rows)
+            for name, drafter in free.items()
+        ]
+        most_rows = batch + int(budget.max_drafts.sum())
+        return Situation(
+            t=began,
+            follows=before is not None,
+            requests=requests,
+            rows=rows,
+            context=context,
+            budget=budget,
+            feasible=feasible,
+            offers=offers,
+            plan=join(offers, budget),
+            seconds=self.cost.table(most_rows, context, batch, feasible.padded_width),
+        )
 
     def _has_seen(self, batch: int) -> bool:
         """Say whether the time of a plain step of so many requests is known."""
@@ -284,70 +269,40 @@ class Control:
         """Say whether a step of so many requests may have drafts."""
         return not self.slowdown_guard.is_tripped and self._has_seen(batch)
 
-    def _free_offers(self, requests: Sequence[Request], budget: Budget, rows: Ints) -> list[Offer]:
-        """Return what the free drafters propose, if drafts are allowed."""
-        if self.slowdown_guard.is_tripped:
-            return []
-        return [
-            Offer.of(name, drafter.propose(requests, budget), self.acceptance[name], rows)
-            for name, drafter in self.free.items()
-        ]
+    def _choose(self, now: Situation) -> tuple[Situation, Ints, Passes]:
+        """Return the drafts to verify, as indices in the plan, and what a draft model did.
 
-    def _situation(
-        self,
-        requests: Sequence[Request],
-        budget: Budget,
-        feasible: Feasible,
-        begun: Pending,
-        plan: Plan,
-    ) -> Situation:
-        rows = len(requests) + int(budget.max_drafts.sum())
-        seconds = self.cost.table(rows, begun.context, len(requests), feasible.padded_width)
-        return Situation(requests, begun.rows, begun.context, budget, feasible, plan, seconds)
-
-    def _choose(
-        self,
-        requests: Sequence[Request],
-        budget: Budget,
-        feasible: Feasible,
-        begun: Pending,
-        offers: Sequence[Offer],
-    ) -> _Choice:
-        """Return the drafts to verify. The draft model may have added to those of the offers."""
-        batch, plan = len(requests), join(offers, budget)
+        The situation that is returned has the draft model's offer too.
+        """
         self._is_asleep = self.limits.launches_early
+        batch = len(now.requests)
         if not self._may_draft(batch):
             self.device.stop()
-            return _Choice(plan, NO_INDICES, offers)
-        now = self._situation(requests, budget, feasible, begun, plan)
-        best = choose(plan.tree, plan.survival, now.seconds, self._margin)
-        goodput = best.goodput
-        if self.device.choose(now, goodput):
-            goodput = self.device.goodput
+            return now, NO_INDICES, NO_PASSES
+        best = choose(now.plan.tree, now.plan.survival, now.seconds, self._margin)
+        on_device = self.device.choose(now, best.goodput)
+        goodput = self.device.goodput if on_device else best.goodput
         model, call = self._promising(now, goodput), Call(goodput, NO_INDICES)
         if model is not None:
             call = model.call(now, goodput)
         if len(call.users):
             self.device.stop()
-        plain = _Choice(plan, NO_INDICES, offers, call.passes)
         if self.device.active:
             self._is_asleep = False
-            return plain
-        checks, bucket = self._learning.plain_checks, self.cost.verify.row_bucket(batch)
-        checks.count(bucket)
-        if checks.is_due(bucket, call.goodput, batch, now.seconds):
-            return plain
+            return now, NO_INDICES, call.passes
+        if self._learning.is_plain_due(batch, call.goodput, now.plain_goodput):
+            return now, NO_INDICES, call.passes
         self._is_asleep = self._is_asleep and not len(best.nodes) and not len(call.users)
         if model is None or not len(call.users):
-            return replace(plain, nodes=best.nodes)
+            return now, best.nodes, call.passes
         drafts, passes = model.draft(now, call)
         # the model's offer goes first: a draft that others propose too is counted as its own
-        offer = Offer.of(model.name, drafts, self.acceptance[model.name], begun.rows)
-        offers = [offer, *offers]
-        plan = join(offers, budget)
+        offer = Offer.of(model.name, drafts, self.acceptance[model.name], now.rows)
+        offers = [offer, *now.offers]
+        now = replace(now, offers=offers, plan=join(offers, now.budget))
         # the model has run, but its time is part of the step
-        best = choose(plan.tree, plan.survival, now.seconds + passes.seconds)
-        return _Choice(plan, best.nodes, offers, passes)
+        best = choose(now.plan.tree, now.plan.survival, now.seconds + passes.seconds)
+        return now, best.nodes, passes
 
     def _promising(self, now: Situation, without: float) -> ModelChoice | None:
         """Return the draft model that may bring the most, if there is any.

@@ -76,33 +76,26 @@ class Curve:
     """Seconds as a function of rows. It never falls.
 
     row_buckets: see `RowBuckets`
+    row_bucket: returns the row bucket of so many rows
     """
 
     def __init__(self, row_buckets: Sequence[int] = ROW_BUCKETS) -> None:
         self._buckets = RowBuckets(row_buckets)
+        self.row_bucket = self._buckets.of
         self._estimates: dict[int, Estimate] = {}  # by bucket; of the logarithm of seconds
         self._table: NDArray[np.float64] | None = None  # computed on first use
         self._last = 0  # the largest number of rows in the table that is not extrapolated
         self._slope = 0.0
         self._asked = 0  # the most rows that a caller has asked a table for
 
-    @property
-    def is_known(self) -> bool:
-        """Whether anything has been observed."""
-        return bool(self._estimates)
-
-    def row_bucket(self, rows: int) -> int:
-        """Return the row bucket of so many rows."""
-        return self._buckets.of(rows)
-
     def has_seen(self, rows: int) -> bool:
         """Whether the bucket of so many rows has been observed."""
-        return self._buckets.of(rows) in self._estimates
+        return self.row_bucket(rows) in self._estimates
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from one pass."""
         self._table = None
-        bucket, value = self._buckets.of(rows), math.log(max(seconds, 1e-9))
+        bucket, value = self.row_bucket(rows), math.log(max(seconds, 1e-9))
         estimate = self._estimates.get(bucket)
         if estimate is None:
             self._estimates[bucket] = Estimate(value)

@@ -1,6 +1,6 @@
-"""What control is told of a step, what it decides, and what it learns from: values, never changed.
+"""What control gets to know of a step, decides, and learns from. The values never change.
 
-*Decided early* means: before it is known what the last step emitted. Such a step makes nobody wait.
+*Decided early* means: before it is known what the last step emitted. Nothing waits for such a step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CpuDrafts:
     """Drafts that the CPU knows before the launch.
 
     proposal: the drafts; of some requests none
-    names: [B] who drafted for each request; "" if nobody did
+    names: [B] the drafter of each request; "" without drafts
     padded: whether a padded pass should verify them: see `StepCost`
     """
 
@@ -61,8 +61,8 @@ class CpuDrafts:
 class DeviceDrafts:
     """Drafts that the device makes, which the CPU knows when the step is over.
 
-    drafter: who makes them
-    num_drafts: [B] how many for each request; at least one of them is above 0
+    drafter: the one that makes them
+    num_drafts: [B] of each request; at least one of them is above 0
     """
 
     drafter: str

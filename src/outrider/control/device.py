@@ -21,11 +21,11 @@ from outrider.control.cost import StepCost
 from outrider.control.curve import Curve
 from outrider.control.decision import DeviceDrafts
 from outrider.control.model_choice import DEPTHS as PASSES
-from outrider.control.model_choice import ModelChoice, Situation
+from outrider.control.model_choice import ModelChoice
 from outrider.control.plan import Offer
 from outrider.control.policy import goodputs
 from outrider.control.scoring import levels
-from outrider.control.step import Step
+from outrider.control.step import Situation, Step
 from outrider.core import Bools, Floats, Ints, Outcomes, Request
 
 NAME = "device"
@@ -173,7 +173,7 @@ class DeviceChoice:
             return False
         if self.drafter not in on_device:
             self.stop()  # after a fault, or because it has fallen behind
-        plain, weight = batch / float(now.seconds[batch]), 1 - (1 - RATE) ** (batch**0.5)
+        plain, weight = now.plain_goodput, 1 - (1 - RATE) ** (batch**0.5)
         self._others += weight * (others - self._others)
         if not self.widths:
             self._steps, self._idle = 0, self._idle + 1
@@ -201,26 +201,6 @@ class DeviceChoice:
         else:
             more = max(step.seconds - expected, MIN_PASS_SHARE * step.seconds)
             arm.passes.observe(step.requests, more / depth)
-
-    def learn_reached(self, step: Step) -> None:
-        """Learn what is reached with a head, from a step that waited for its drafts."""
-        if step.passes.count and (arm := self.arms.get(step.passes.model)) is not None:
-            arm.learn_reached(step.tokens / step.seconds)
-
-    def learn(self, outcomes: Outcomes, drafter: str) -> None:
-        """Learn from a step in which this drafter drafted on the device."""
-        if (arm := self.arms.get(drafter)) is not None:
-            rows = self._acceptance.rows([request.id for request in outcomes.requests])
-            arm.observe(outcomes, rows)
-
-    def learn_from(self, drafter: str, offer: Offer, rows: Ints, outcomes: Outcomes) -> None:
-        """Learn from drafts of the CPU.
-
-        drafter: the one whose drafts on the device are like these
-        rows: [B] of the requests: see `Acceptance.rows`
-        """
-        if len(rows) <= MAX_BATCH and (arm := self.arms.get(drafter)) is not None:
-            arm.observe_offer(offer, rows, outcomes)
 
     def _survival(self, arm: Arm, now: Situation) -> Floats:
         """Return the chance that each request's drafts are accepted up to each depth, [B, K]."""

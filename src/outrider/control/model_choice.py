@@ -22,11 +22,9 @@ import numpy as np
 
 from outrider.control.acceptance import Acceptance
 from outrider.control.cost import DraftCost, StepCost
-from outrider.control.decision import Feasible
-from outrider.control.plan import Plan
 from outrider.control.policy import NO_INDICES, best_goodput
-from outrider.control.step import NO_PASSES, Passes, Step
-from outrider.core import Bools, Budget, Drafter, Floats, Ints, Proposal, Request
+from outrider.control.step import NO_PASSES, Passes, Situation, Step
+from outrider.core import Bools, Drafter, Floats, Ints, Proposal, Request
 
 FREE_SHARE = 0.01
 """Share of all time that a model which never pays may cost: see `Account`."""
@@ -70,28 +68,6 @@ class PassingDrafter(Drafter, Protocol):
     def catch_up(self, requests: Sequence[Request]) -> int:
         """Read a part of the unread text of requests that are not ready. Return its tokens."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class Situation:
-    """What is known about a step before the draft model is considered.
-
-    requests: [B]
-    rows: [B] of the requests: see `Acceptance.rows`
-    context: tokens of all requests together
-    budget: of the step
-    feasible: what the engine can do in the step
-    plan: the drafts of the free drafters
-    seconds: time of a step with so many rows, without drafting
-    """
-
-    requests: Sequence[Request]
-    rows: Ints
-    context: int
-    budget: Budget
-    feasible: Feasible
-    plan: Plan
-    seconds: Floats
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,14 +159,6 @@ class ModelChoice:
         """Forget a request that has ended."""
         self._idle.pop(request.id, None)
 
-    def calibrate(self, rows: int, seconds: float) -> None:
-        """Learn how long a pass of so many rows takes."""
-        self.cost.passes.observe(rows, seconds)
-
-    def refresh(self) -> None:
-        """Work out now what the next decision asks for."""
-        self.cost.passes.refresh()
-
     def estimate(self, now: Situation) -> None:
         """Estimate the model's acceptance in this step. Call it once in each, before all else.
 
@@ -248,8 +216,7 @@ class ModelChoice:
 
         now: its times include these waits
         """
-        plain = len(now.requests) / float(now.seconds[len(now.requests)])
-        self._woke = bool(self._may_use(now, plain)[1].any())
+        self._woke = bool(self._may_use(now, now.plain_goodput)[1].any())
         return self._woke
 
     def draft(self, now: Situation, call: Call) -> tuple[Proposal, Passes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import mul
@@ -74,15 +74,14 @@ def join(offers: Sequence[Offer], budget: Budget) -> Plan:
     A draft that several offers contain appears once. If the engine cannot verify trees, each
     request gets the best chain that was offered.
     """
-    some = [source for source, offer in enumerate(offers) if len(offer.chances)]
-    if not some:
+    sources = [source for source, offer in enumerate(offers) if len(offer.chances)]
+    if not sources:
         batch = len(budget.max_drafts)
         return Plan(Proposal.empty(batch), np.empty(0, np.int64), np.empty(0))
-    if len(some) == 1:
-        offer = offers[some[0]]
-        sources = np.full(len(offer.chances), some[0], np.int64)
-        return Plan(offer.drafts, sources, _survival(offer))
-    return _join_several({source: offers[source] for source in some}, budget)
+    if len(sources) > 1:
+        return _join_several([_by_request(source, offers[source]) for source in sources], budget)
+    offer = offers[sources[0]]
+    return Plan(offer.drafts, np.full(len(offer.chances), sources[0], np.int64), _survival(offer))
 
 
 def _survival(offer: Offer) -> Floats:
@@ -103,13 +102,12 @@ def _survival(offer: Offer) -> Floats:
     return np.array(alive[:-1])
 
 
-def _join_several(offers: Mapping[int, Offer], budget: Budget) -> Plan:
-    """offers: by what `Plan.sources` calls them."""
+def _join_several(offers: Sequence[Sequence[_Drafts]], budget: Budget) -> Plan:
+    """Return the plan made of these offers, each given as the drafts of each request."""
     tokens, parents, sure = list[int](), list[int](), list[float]()
     sources, alive, counts = list[int](), list[float](), list[int]()
-    parts = [_by_request(source, offer) for source, offer in offers.items()]
-    for most, *mine in zip(budget.max_drafts.tolist(), *parts, strict=True):
-        tree = _tree([part for part in mine if part.tokens], budget.trees)
+    for most, *parts in zip(budget.max_drafts.tolist(), *offers, strict=True):
+        tree = _tree([part for part in parts if part.tokens], budget.trees)
         survivals = survival(tree.parents, tree.chances)
         if len(survivals) > most:
             nodes = likeliest(survivals, most)
@@ -136,11 +134,6 @@ class _Drafts(NamedTuple):
     chances: list[float]
     sources: list[int]
 
-    @property
-    def expected(self) -> float:
-        """Expected number of accepted drafts, if they are a chain."""
-        return float(sum(accumulate(self.chances, mul)))
-
     def keep(self, nodes: Sequence[int]) -> _Drafts:
         """Return these drafts alone, in this order; each one's parent must be among them."""
         place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
@@ -164,7 +157,8 @@ def _tree(parts: Sequence[_Drafts], trees: bool) -> _Drafts:
     if len(parts) == 1:
         return parts[0]
     if not trees and parts:
-        return max(parts, key=lambda part: part.expected)  # of equals the first
+        # by the expected number of accepted drafts; of equals the first
+        return max(parts, key=lambda part: sum(accumulate(part.chances, mul)))
     tree = _Drafts([], [], [], [], [])
     known: dict[tuple[int, int], int] = {}
     taken: defaultdict[int, float] = defaultdict(float)  # chances of a node's children so far

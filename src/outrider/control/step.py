@@ -1,4 +1,4 @@
-"""One step of control: what it did, how long it took, and its line in a trace."""
+"""One step of control: what is known before it, what it did, and its line in a trace."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.control.decision import CpuDrafts, DeviceDrafts, Report
-from outrider.control.plan import Offer
-from outrider.core import Ints, Outcomes
+from outrider.control.decision import CpuDrafts, DeviceDrafts, Feasible, Report
+from outrider.control.plan import Offer, Plan
+from outrider.core import Budget, Floats, Ints, Request
 
 
 @dataclass(frozen=True)
@@ -107,63 +107,74 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Done:
-    """A step whose outcome is known, with all that is learned from it.
+class Situation:
+    """What is known about a step before a draft model is considered.
 
-    offers: what each drafter proposed
+    t: when it began, see `Step`
+    follows: whether it follows another step at once
+    requests: [B]
     rows: [B] of the requests: see `Acceptance.rows`
+    context: tokens of all requests together
+    budget: of the step
+    feasible: what the engine can do in the step
+    offers: what each drafter proposed: at first the free ones
+    plan: the offers, joined
+    seconds: time of a step with so many rows, without drafting
     """
 
-    step: Step
-    offers: Sequence[Offer]
+    t: float
+    follows: bool
+    requests: Sequence[Request]
     rows: Ints
-    outcomes: Outcomes
+    context: int
+    budget: Budget
+    feasible: Feasible
+    offers: Sequence[Offer]
+    plan: Plan
+    seconds: Floats
+
+    @property
+    def plain_goodput(self) -> float:
+        """Goodput of a plain step."""
+        batch = len(self.rows)
+        return batch / float(self.seconds[batch])
 
 
 @dataclass(frozen=True, eq=False)
 class Pending:
     """A step that control has decided or scored, until its outcome is reported.
 
-    t, requests, context, follows, proposed, passes: see `Step`
-    rows: [B] of the requests: see `Acceptance.rows`
-    padded_width: rows of each request in a padded pass; 0 if no such pass was possible
-    offers: what each drafter proposed
+    now: what was known
+    proposed, passes: see `Step`
     """
 
-    t: float
-    requests: int
-    context: int
-    follows: bool
-    rows: Ints
-    padded_width: int = 0
-    proposed: float = 0.0
+    now: Situation
+    proposed: float
     passes: Passes = NO_PASSES
-    offers: Sequence[Offer] = ()
 
-    def done(self, report: Report) -> Done:
+    def step(self, report: Report) -> Step:
         """Return the step with its outcome."""
-        outcomes, launched = report.outcomes, report.decision
+        now, outcomes, launched = self.now, report.outcomes, report.decision
         names: Sequence[str] = ()
         padded_width = 0
         if isinstance(launched, CpuDrafts) and outcomes.num_drafts.any():
             names = launched.names
-            padded_width = self.padded_width if launched.padded else 0
-        step = Step(
-            t=self.t,
-            requests=self.requests,
-            context=self.context,
-            rows=self.requests + int(outcomes.num_drafts.sum()),
+            padded_width = now.feasible.padded_width if launched.padded else 0
+        return Step(
+            t=now.t,
+            requests=len(now.rows),
+            context=now.context,
+            rows=len(now.rows) + int(outcomes.num_drafts.sum()),
             passes=self.passes,
-            follows=self.follows,
-            early=report.early and self.follows,
+            follows=now.follows,
+            early=report.early and now.follows,
             on_device=drafted_on_device(report),
             proposed=self.proposed,
-            seconds=report.ended - self.t,
+            seconds=report.ended - now.t,
             names=names,
             tokens=len(outcomes.tokens),
             padded_width=padded_width,
         )
-        return Done(step, self.offers, self.rows, outcomes)
 
 
 def drafted_on_device(report: Report) -> str:

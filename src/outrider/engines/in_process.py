@@ -35,7 +35,7 @@ from outrider.serving.values import Batch, Knows, Launched, Members, ServedReque
 class InProcessRequest(Request):
     """A request of this engine: what a client asks for, and what it has been given.
 
-    drafter: who drafts for it
+    drafter: the one that drafts for it
     max_drafts: the most drafts in a step
     row: its row in the engine's tables, while it runs
     on_device: the same request with all that the device has emitted

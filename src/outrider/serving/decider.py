@@ -42,6 +42,8 @@ class Decider:
     ) -> None:
         self._table, self._pool, self._device, self._rows = table, pool, device, rows
         self._padded_width, self._calibrate = padded_width, calibrate
+        # without penalties: a step with them is never launched early
+        self._max_rows = rows.max_rows()
         self._steps_unscored = 0
 
     def may_be_early(self, batch: Batch) -> bool:
@@ -56,7 +58,7 @@ class Decider:
         cached: returns how many tokens of each request may be cached then, [B]
         """
         columns = self._table.columns
-        decision = self._pool.decide_early(requests, columns, self._rows.max_rows())
+        decision = self._pool.decide_early(requests, columns, self._max_rows)
         if isinstance(decision, Plain):
             is_known = batch.knows is Knows.BOTH and not (columns.needs_text or columns.explain)
             return decision if is_known else None
@@ -78,12 +80,13 @@ class Decider:
     def decide(self, batch: Batch, members: Members) -> Decision:
         """Decide with nothing in flight."""
         columns = self._table.columns
-        if not columns.may_draft or not members.are_running:
+        # finished requests have rows only if all have finished
+        if not columns.may_draft or members.requests[0].finish_reason is not None:
             return Plain()
         max_rows, on_device = self._rows.max_rows(batch.num_penalties), frozenset[str]()
         if members.is_whole:
             longest = int(members.lens.max())
-            on_device = self._device.ready(columns, members.requests, longest)
+            on_device = self._device.names(columns, longest, members.requests)
         fixed = None if columns.adaptive else self._pool.fixed_on_device(columns, max_rows)
         if fixed is not None and fixed.drafter in on_device:
             fixed = _within(fixed, batch.room, lambda: members.lens)
@@ -136,11 +139,11 @@ class Decider:
             return
         self._steps_unscored = 0
         members = launched.members.take(running)
-        budget, _ = self._rows.share(members, self._rows.max_rows())
+        budget, _ = self._rows.share(members, self._max_rows)
         # the step in flight adds to these, and the next one
         longest = max(request.length for request in members.requests)
         longest += int(budget.max_drafts.max())
-        on_device = self._device.ready(columns, members.requests, longest)
+        on_device = self._device.names(columns, longest, members.requests)
         self._pool.score_unused(members.requests, budget, Feasible(on_device, self._padded_width()))
 
 

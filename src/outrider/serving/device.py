@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ class DeviceRows:
     """The rows of a step with drafts that only the device knows yet.
 
     layout: which rows there are
-    lens, lines: [B] how many tokens of each request are cached, and where its text is
+    lens, lines: see `TextEnds`
     drafts: [B, K] the first of them have rows
     tokens, index, seq_lens, slots: [N] each row's token, its request's row in the table of slots,
         its length with the row, and its slot
@@ -79,24 +79,6 @@ class DeviceRows:
     longest: Ints
 
 
-class DraftingHead(Protocol):
-    """A head that drafts on the device: see `HeadSteps`."""
-
-    def draft(
-        self,
-        requests: Sequence[Any],
-        num_drafts: Ints,
-        texts: Tensor,
-        lines: Tensor,
-        lens: Tensor,
-        index: Tensor,
-        longest: Ints,
-        layouts: Layouts,
-    ) -> Tensor:
-        """Return the drafts, [B, K]."""
-        ...
-
-
 class Layouts:
     """The layouts of this step and of the one before it: mostly they are the same."""
 
@@ -112,6 +94,35 @@ class Layouts:
                 del self._kept[next(iter(self._kept))]
             self._kept[key] = Layout.of(num_drafts, self._device)
         return self._kept[key]
+
+
+@dataclass(frozen=True, eq=False)
+class TextEnds:
+    """Where the texts of a batch end on the device, which drafts from there.
+
+    requests, num_drafts: [B] and how many drafts each has; one of them at least 1
+    texts: [lines, L]
+    lines, lens: [B] where each request's text is, and how much of it is cached
+    longest: [B] the largest that `lens` may be, on the CPU
+    index: [B] the requests' rows in the engine's table
+    layout: of the rows of these drafts
+    layouts: of recent steps
+    """
+
+    requests: Sequence[Any]
+    num_drafts: Ints
+    texts: Tensor
+    lines: Tensor
+    lens: Tensor
+    longest: Ints
+    index: Tensor
+    layout: Layout
+    layouts: Layouts
+
+    @property
+    def most(self) -> int:
+        """The most drafts of a request: so many are made for each."""
+        return int(self.num_drafts.max())
 
 
 class DeviceTexts:
@@ -167,38 +178,31 @@ class DeviceTexts:
             self._owners[line] = request.id
         self._lines_on_device = None
 
-    def rows(
+    def ends(
         self,
         requests: Sequence[Request],
         num_drafts: Ints,
         index: Tensor,
         lens: Tensor,
         longest: Ints,
-        head: DraftingHead | None = None,
-    ) -> DeviceRows:
-        """Return the rows of a step with drafts, for requests whose texts the device has.
-
-        num_drafts: [B] of each request; one of them at least 1
-        index: [B] their rows in the engine's table
-        lens: [B] how many of their tokens are cached, on the device
-        longest: [B] the largest that `lens` may be, on the CPU
-        head: that drafts; otherwise they are looked up
-        """
+    ) -> TextEnds:
+        """Return where these requests' texts end. The device has the texts."""
         assert self._tokens is not None
-        lines, layout = self._lines_of(requests), self._layouts.of(num_drafts)
-        owner, place, most = layout.owner, layout.place, int(num_drafts.max())
-        text = self._tokens[:, : int(longest.max()) + 1]
-        if head is None:
-            drafts = look_up(text, lines, lens, most, self._min_n, self._max_n)
-        else:
-            given = text, lines, lens, index, longest, self._layouts
-            drafts = head.draft(requests, num_drafts, *given)
-        tokens, pool_index, seq_lens, slots = draft_rows(
-            text, lines, lens, index, self._table, owner, place, drafts
-        )
-        deepest = longest[layout.shape.row_owners] + layout.shape.row_depths + 1
-        laid_out = tokens, pool_index, seq_lens, slots, deepest
-        return DeviceRows(layout, lens, lines, drafts, *laid_out)
+        lines, texts = self._lines_of(requests), self._tokens[:, : int(longest.max()) + 1]
+        where = texts, lines, lens, longest, index
+        return TextEnds(requests, num_drafts, *where, self._layouts.of(num_drafts), self._layouts)
+
+    def look_up(self, ends: TextEnds) -> Tensor:
+        """Return drafts that are looked up in the texts, [B, K]."""
+        return look_up(ends.texts, ends.lines, ends.lens, ends.most, self._min_n, self._max_n)
+
+    def rows(self, ends: TextEnds, drafts: Tensor) -> DeviceRows:
+        """Return the rows of a step with these drafts, [B, K]."""
+        layout, lines, lens = ends.layout, ends.lines, ends.lens
+        where = ends.texts, lines, lens, ends.index, self._table
+        laid_out = draft_rows(*where, layout.owner, layout.place, drafts)
+        deepest = ends.longest[layout.shape.row_owners] + layout.shape.row_depths + 1
+        return DeviceRows(layout, lens, lines, drafts, *laid_out, deepest)
 
     def advance(self, rows: DeviceRows, emitted: Tensor) -> tuple[Tensor, Tensor]:
         """Write what a step emitted to the texts. emitted: [N] after each of its rows
@@ -220,7 +224,7 @@ class DeviceTexts:
 
 
 def owners_and_places(counts: Ints) -> tuple[Ints, Ints]:
-    """Return, of so many things of each request, whose each is, and its place among them."""
+    """Return the owner of each item, given each request's number of items, and its place."""
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners, np.arange(len(owners)) - (counts.cumsum() - counts)[owners]
 

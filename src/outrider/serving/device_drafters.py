@@ -29,10 +29,13 @@ class DeviceDrafters:
     ) -> None:
         self._texts, self._heads = texts, dict(heads or {})
 
-    def names(self, columns: Columns, longest: int) -> frozenset[str]:
+    def names(
+        self, columns: Columns, longest: int, requests: Sequence[ServedRequest] = ()
+    ) -> frozenset[str]:
         """Return what can draft for a batch.
 
         longest: how many tokens of a request are cached, at most
+        requests: heads that have too much of these to read first are left out
         """
         texts = self._texts
         if texts is None or columns.needs_text or columns.wants_output:
@@ -41,16 +44,8 @@ class DeviceDrafters:
         fits = longest + int(columns.max_drafts.max()) + 2 <= texts.width
         if not fits or len(columns.kinds) > texts.max_requests:
             return frozenset()
-        return frozenset((DEVICE, *self._heads))
-
-    def ready(
-        self, columns: Columns, requests: Sequence[ServedRequest], longest: int
-    ) -> frozenset[str]:
-        """Return the same, without heads that have too much to read first."""
-        names = self.names(columns, longest)
-        return frozenset(
-            name for name in names if name == DEVICE or self._heads[name].is_ready(requests)
-        )
+        ready = (name for name, head in self._heads.items() if head.is_ready(requests))
+        return frozenset((DEVICE, *ready))
 
     def begin(
         self, drafter: str, requests: Sequence[ServedRequest], index: Tensor, lens: Ints
@@ -76,10 +71,12 @@ class DeviceDrafters:
         lens: Tensor,
         longest: Ints,
     ) -> DeviceRows:
-        """Return the rows of a step with drafts: see `DeviceTexts.rows`."""
+        """Return the rows of a step with drafts. index, lens, longest: see `TextEnds`"""
         assert self._texts is not None
+        ends = self._texts.ends(requests, decision.num_drafts, index, lens, longest)
         head = self._heads.get(decision.drafter)
-        return self._texts.rows(requests, decision.num_drafts, index, lens, longest, head)
+        drafts = self._texts.look_up(ends) if head is None else head.draft(ends)
+        return self._texts.rows(ends, drafts)
 
     def advance(self, rows: DeviceRows, emitted: Tensor) -> tuple[Tensor, Tensor]:
         """Write what a step emitted to the texts: see `DeviceTexts.advance`."""

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from outrider.core import Coins, Ints, Request
 from outrider.drafters.trees import fit_vocabulary
-from outrider.serving.device import Layouts, to_device
+from outrider.drafters.unrolled import Unrolled
+from outrider.serving.device import TextEnds, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +45,6 @@ class Sampling:
         asked = np.array([request.sampling.temperature for request in requests])
         temperature = to_device(np.where(greedy, 1.0, asked).astype(np.float32), device)
         return Sampling(to_device(greedy, device), to_device(seeds, device), temperature[:, None])
-
-
-class Unrolled(Protocol):
-    """Sequences that go on from the head's own states."""
-
-    def read(self, tokens: Tensor) -> Tensor:
-        """Read one more token of each sequence, [B]. Return the logits after it, [B, V]."""
-        ...
 
 
 class HeadModel(Protocol):
@@ -138,39 +131,22 @@ class HeadSteps:
         return max(1, request.length - read)
 
     @torch.inference_mode()
-    def draft(
-        self,
-        requests: Sequence[Any],
-        num_drafts: Ints,
-        texts: Tensor,
-        lines: Tensor,
-        lens: Tensor,
-        index: Tensor,
-        longest: Ints,
-        layouts: Layouts,
-    ) -> Tensor:
-        """Read what is unread, and draft. Returns the drafts, [B, K].
-
-        num_drafts: [B] of each request; the largest is how many are made
-        texts: [lines, L]
-        lines, lens: [B] where each request's text is, and how much of it is cached
-        index: [B] the requests' rows in the engine's table
-        longest: [B] the largest that `lens` may be, on the CPU
-        """
+    def draft(self, ends: TextEnds) -> Tensor:
+        """Read what is unread, and draft. Returns the drafts, [B, K]."""
         self._head.raise_fault()
+        requests, lens, index = ends.requests, ends.lens, ends.index
         counts = np.array([self._unread[request.id] for request in requests])
-        layout = layouts.of(counts - 1)
-        owner, place = layout.owner, layout.place
-        token, position, last = unread_rows(texts, lines, lens, self._num_read[index], owner, place)
-        states, _ = self._head.read(token, index[owner], position, counts, longest)
+        layout = ends.layouts.of(counts - 1)
+        read, owner = self._num_read[index], layout.owner
+        token, position, last = unread_rows(ends.texts, ends.lines, lens, read, owner, layout.place)
+        states, _ = self._head.read(token, index[owner], position, counts, ends.longest)
         x = states[last]
         self._num_read[index] = lens.long() + 1
-        for request, count in zip(requests, num_drafts.tolist(), strict=True):
+        for request, count in zip(requests, ends.num_drafts.tolist(), strict=True):
             self._unread[request.id] = count + 1
-        most = int(num_drafts.max())
-        depths = np.arange(1, most)[:, None]
-        further = lens + torch.arange(1, most, device=lens.device)[:, None]
-        unrolled = self._head.unroll_from(x, index, further, longest + depths)
+        depths = np.arange(1, ends.most)[:, None]
+        further = lens + torch.arange(1, ends.most, device=lens.device)[:, None]
+        unrolled = self._head.unroll_from(x, index, further, ends.longest + depths)
         sampled = self._sampling_of(requests)
         drafts = [self._draw(self._head.logits(x), lens, sampled)]
         for at in further:
@@ -200,7 +176,7 @@ def unread_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lay out the rows that a head reads before it drafts.
 
-    texts, lines, lens: see `draft`
+    texts, lines, lens: see `TextEnds`
     read: [B] how many tokens were read
     owner, place: [N] of the rows, those of a request beside each other
     -> tokens and positions [N], 0 for what is not in the text yet; the row of each last token [B]

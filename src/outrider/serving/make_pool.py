@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from outrider.control import AdaptiveDrafter, Control, adaptive_control
@@ -52,7 +52,13 @@ def make_pool(
     heads: those of the server, by name; None on ranks other than 0
     device_depths: of drafters that draft on the device: how many drafts, if that is fixed
     """
-    making = _Making(vocab_size, model, heads or {}, limits or Limits())
+    heads = heads or {}
+    own = {name: head for name, head in heads.items() if head is not None}
+    readers: list[tuple[PromptReader, frozenset[str]]] = []
+    if model is not None:
+        readers.append((model, frozenset((MODEL, ADAPTIVE))))
+    readers += [(head, frozenset((name, ADAPTIVE))) for name, head in own.items()]
+    making = _Making(vocab_size, model, own, limits or Limits())
     guards: dict[str, GuardedDrafter] = {}
     for name in names:
         options = {
@@ -61,7 +67,9 @@ def make_pool(
             if option not in HEAD_OPTIONS
         }
         try:
-            drafter = making.make(name, options)
+            # on ranks other than 0 heads draft nothing
+            is_elsewhere = name in heads and name not in own
+            drafter = NoDrafter() if is_elsewhere else making.make(name, options)
         except (TypeError, ValueError) as error:
             raise Unsupported(f"drafter {name!r} with {options}", fix=str(error)) from error
         # ours recover by themselves, and a thread takes time in every step
@@ -74,12 +82,11 @@ def make_pool(
         )
     return Pool(
         guards,
-        vocab_size,
         control=making.control,
         depths=device_depths or {},
         ranks=ranks or Ranks(),
         model=model,
-        readers=making.readers(),
+        readers=readers,
         models=making.models,
         ahead=making.ahead,
         lookup=making.lookup,
@@ -90,62 +97,47 @@ class _Making:
     """Makes drafters by name, and keeps what the pool needs of them."""
 
     def __init__(
-        self, vocab_size: int, model: Any, heads: Mapping[str, PoolHead | None], limits: Limits
+        self, vocab_size: int, model: Any, heads: Mapping[str, PoolHead], limits: Limits
     ) -> None:
-        self._vocab_size, self._model, self._limits = vocab_size, model, limits
-        self._heads = heads
-        self._ours = {name: head for name, head in heads.items() if head is not None}
+        self._vocab_size, self._model, self._heads, self._limits = vocab_size, model, heads, limits
         self.control: Control | None = None
         self.models: list[ModelDrafter[Any]] = []
         self.ahead: list[AheadDrafter] = []
-        self.lookup = dict(LOOKUP)
-        self._makers: dict[str, Callable[..., Drafter]] = {
-            ADAPTIVE: self._adaptive,
-            DEVICE: self._device,
-            MODEL: self._model_drafter,
-        }
+        self.lookup: Mapping[str, int] = LOOKUP
 
     def make(self, name: str, options: dict[str, Any]) -> Drafter:
         """Return a new drafter of this name."""
         if name in self._heads:
-            # on ranks other than 0 nothing drafts
-            return self._head(name, options) if name in self._ours else NoDrafter()
-        maker = self._makers.get(name)
-        if maker is not None:
-            return maker(**options)
+            return self._head(name, options)
+        if name == ADAPTIVE:
+            return self._adaptive(**options)
+        if name == DEVICE:
+            self.lookup = {**LOOKUP, **options}
+            return NgramDrafter(**self.lookup)  # where the device cannot draft
+        if name == MODEL:
+            return self._own_model(**options)
         drafter = make_drafter(name, options)
         if isinstance(drafter, AheadDrafter):
             self.ahead.append(drafter)
         return drafter if name in OURS else OwnRequests(drafter)
 
-    def readers(self) -> list[tuple[PromptReader, frozenset[str]]]:
-        """Return what reads prompts, each with the names of the drafters that use it."""
-        found: list[tuple[PromptReader, frozenset[str]]] = []
-        if self._model is not None:
-            found.append((self._model, frozenset((MODEL, ADAPTIVE))))
-        return found + [(head, frozenset((n, ADAPTIVE))) for n, head in self._ours.items()]
-
     # models run where the target runs, and would only be in its way in a thread
 
-    def _model_drafter(self, **options: Any) -> ModelDrafter[Any]:
+    def _own_model(self, **options: Any) -> ModelDrafter[Any]:
         if self._model is None:
             raise ValueError("add --speculative-draft-model-path")
         self.models.append(ModelDrafter(self._model, self._vocab_size, **options))
         return self.models[-1]
 
     def _head(self, name: str, options: Mapping[str, Any]) -> ModelDrafter[Any]:
-        self.models.append(self._ours[name].drafter(self._vocab_size, **options))
+        self.models.append(self._heads[name].drafter(self._vocab_size, **options))
         return self.models[-1]
-
-    def _device(self, **options: int) -> NgramDrafter:
-        self.lookup |= options
-        return NgramDrafter(**self.lookup)  # where the device cannot draft
 
     def _adaptive(self, **options: Any) -> AdaptiveDrafter:
         # how far to go is for control to say
         asked = {"min_survival": 0.0, "siblings": 1}
-        passing = [] if self._model is None else [self._model_drafter(**asked)]
-        for name in self._ours:
+        passing = [] if self._model is None else [self._own_model(**asked)]
+        for name in self._heads:
             drafter = self._head(name, asked)
             drafter.rename(name)  # two may be of the same kind
             passing.append(drafter)

@@ -58,8 +58,8 @@ FROM_THE_START: dict[str, tuple[str, ...]] = {
 }
 """Series that are there at 0 before they count: what a series begins with, a rate does not see."""
 
-ENOUGH, WINDOW = 4, 32
-"""Plain steps of so many requests before their mean is believed; about as many make the mean."""
+MIN_PLAIN_STEPS, WINDOW = 4, 32
+"""Plain steps of a batch size before their mean is used, and about how many make the mean."""
 
 
 class Metrics:
@@ -84,7 +84,7 @@ class Metrics:
             PREFIX + HISTOGRAM, "Drafts of a request in a step.", [*self._labels], buckets=BUCKETS
         )
         self._drafts = histogram.labels(**self._labels)
-        self._told: Counter[tuple[str, str]] = Counter()
+        self._counted: Counter[tuple[str, str]] = Counter()
         self._control = control
         self._plain: dict[int, tuple[int, float]] = {}  # plain steps and their mean, by requests
         for name, (_, *own) in COUNTERS.items():
@@ -137,18 +137,18 @@ class Metrics:
     def totals(self, name: str, totals: Mapping[str, int]) -> None:
         """Count what is new in these totals of a counter, by its own label."""
         for of, total in totals.items():
-            self._add(name, total - self._told[name, of], of)
-            self._told[name, of] = total
+            self._add(name, total - self._counted[name, of], of)
+            self._counted[name, of] = total
 
     def _plain_step(self, outcomes: Outcomes, scheduler: float) -> float | None:
-        """Return how long a step without drafts takes; None if nobody has measured it.
+        """Return how long a step without drafts takes; None if it is not known.
 
         The best witnesses are steps of as many requests that had no drafts. Without them, control's
         estimate stands in; of the scheduler's time, which it does not see, this step's is taken.
         """
         batch = len(outcomes)
         seen, mean = self._plain.get(batch, (0, 0.0))
-        if seen >= ENOUGH:
+        if seen >= MIN_PLAIN_STEPS:
             return mean
         if self._control is not None and self._control.verify.has_seen(batch):
             context = sum(request.length for request in outcomes.requests)

@@ -13,20 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from outrider.control import Control
-from outrider.control.decision import (
-    CpuDrafts,
-    Decision,
-    DeviceDrafts,
-    Feasible,
-    Plain,
-    Report,
-)
+from outrider.control.decision import CpuDrafts, Decision, DeviceDrafts, Feasible, Plain, Report
 from outrider.core import Budget, Outcomes, Proposal
-from outrider.drafters import (
-    AheadDrafter,
-    GuardedDrafter,
-    ModelDrafter,
-)
+from outrider.drafters import AheadDrafter, GuardedDrafter, ModelDrafter
 from outrider.serving.profile import ADAPTIVE, LOOKUP
 from outrider.serving.ranks import Message, Ranks
 from outrider.serving.rows import share_rows
@@ -56,27 +45,6 @@ class PromptReader(Protocol):
         ...
 
 
-class RankedModel(PromptReader, Protocol):
-    """A draft model that all ranks run: rank 0 announces each pass, the others follow.
-
-    has_run: whether the other ranks were told of a pass since `bind`
-    """
-
-    has_run: bool
-
-    def bind(self, batch: Any) -> None:
-        """Take the engine's batch whose requests will be drafted for next."""
-        ...
-
-    def undo(self, fault: str) -> None:
-        """Forget what was read since `bind`, and raise when asked next."""
-        ...
-
-    def follow(self, message: Message, *lists: list[int]) -> None:
-        """Make a pass that rank 0 has announced."""
-        ...
-
-
 @dataclass
 class Pool:
     """The server's drafters.
@@ -85,7 +53,8 @@ class Pool:
     control: the one that chooses among the others, if requests may have it
     depths: how many drafts each drafter that drafts on the device makes, if that is fixed
     ranks: those that run the models. Rank 0 decides; on the others nothing drafts
-    model: the draft model, if there is one
+    model: the draft model, if there is one: a `PromptReader` that all ranks run. Rank 0 announces
+        each of its passes and the others `follow`. Since `bind`, it `has_run` if there was one.
     readers: the draft model and heads, each with the names of the drafters that use it
     models: the drafters that run passes
     ahead: the drafters that ask a draft server
@@ -94,16 +63,15 @@ class Pool:
     """
 
     guards: Mapping[str, GuardedDrafter]
-    vocab_size: int
     control: Control | None = None
     depths: Mapping[str, int] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=Ranks)
-    model: RankedModel | None = None
+    model: Any = None
     readers: Sequence[tuple[PromptReader, frozenset[str]]] = ()
     models: Sequence[ModelDrafter[Any]] = ()
     ahead: Sequence[AheadDrafter] = ()
     fallbacks: Counter[str] = field(default_factory=Counter)
-    lookup: Mapping[str, int] = field(default_factory=lambda: dict(LOOKUP))
+    lookup: Mapping[str, int] = field(default_factory=LOOKUP.copy)
     _draft_seconds: float = 0.0
 
     # -- requests
@@ -322,7 +290,7 @@ class Pool:
     def foreseen(self) -> dict[int, str]:
         """Return what a draft server had in the last proposal, by the request's id.
 
-        It may have been asked for a request without being the one who drafted.
+        It may have been asked for a request that another drafter drafted for.
         """
         return {id_: kind for drafter in self.ahead for id_, kind in drafter.found.items()}
 

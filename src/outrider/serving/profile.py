@@ -59,8 +59,8 @@ class _Strict(BaseModel):
 class Profile(_Strict):
     """How the server drafts.
 
-    drafter: who drafts, unless a request says otherwise. The default is `adaptive`: in every step
-        it chooses between lookups in the text, the draft model or head if there is one, and plain
+    drafter: the one for requests that name none. The default is `adaptive`: in every step it
+        chooses between lookups in the text, the draft model or head if there is one, and plain
         decoding, by measured goodput. A fixed drafter drafts even where plain decoding is faster.
     drafters: options for drafters, by name. A request may choose among these, the default, `ngram`,
         `none`, and the draft model (`model`) or head (its kind, as `eagle3`) if there is one. An
@@ -123,7 +123,7 @@ class RequestOptions(_Strict):
     """What one request asks for, in `custom_params: {"outrider": {...}}`.
 
     max_drafts: at most so many drafts in a step; 0 is plain decoding
-    drafter: who drafts
+    drafter: the one that drafts
     explain: whether `meta_info["outrider_steps"]` lists what each decode step did
     """
 

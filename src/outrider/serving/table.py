@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from outrider.serving.pool import Pool
 from outrider.serving.values import Columns, Describe, Launched, PrefillLaunch, ServedRequest
-
-
-class Listener(Protocol):
-    """What is told of requests that begin and end: the drafters."""
-
-    def start(self, requests: Sequence[ServedRequest]) -> None:
-        """Get to know new requests."""
-        ...
-
-    def stop(self, requests: Sequence[ServedRequest]) -> None:
-        """Forget requests."""
-        ...
 
 
 class FirstToken(NamedTuple):
@@ -33,14 +22,14 @@ class FirstToken(NamedTuple):
 
 
 class RequestTable:
-    """The requests that are being decoded. It tells the drafters of new and ended ones.
+    """The requests that are being decoded. New ones are started in the pool, ended ones stopped.
 
     describe: makes the state of an engine's request
     columns: of the requests of the last batch
     """
 
-    def __init__(self, describe: Describe, drafters: Listener) -> None:
-        self._describe, self._drafters = describe, drafters
+    def __init__(self, describe: Describe, pool: Pool) -> None:
+        self._describe, self._pool = describe, pool
         self._live: dict[str, ServedRequest] = {}
         self._started: set[str] = set()  # those that the drafters know
         self._first: dict[str, FirstToken] = {}
@@ -59,18 +48,21 @@ class RequestTable:
             self._first[req.rid] = FirstToken(req, length, token)
 
     def sync(
-        self, reqs: Sequence[Any], in_flight: Iterable[Launched | PrefillLaunch] = ()
+        self, reqs: Sequence[Any], in_flight: Collection[Launched | PrefillLaunch] = ()
     ) -> list[ServedRequest]:
         """Return the state of these requests. Add new ones and drop those that have left the batch.
 
         The list is the same one as long as the requests are.
 
         in_flight: steps that were launched: requests in them are not dropped yet. New requests
-            whose first token is not known are not told to the drafters: see `complete`
+            whose first token is not known are started by `complete`
         """
         if reqs == self._reqs:  # as nearly always
             return self._requests
-        reading, decoding = _ids_in(in_flight)
+        prefills = [step for step in in_flight if isinstance(step, PrefillLaunch)]
+        decodes = [step for step in in_flight if isinstance(step, Launched)]
+        reading = {req.rid for step in prefills for req in step.reqs}
+        decoding = {request.req.rid for step in decodes for request in step.requests}
         present = {req.rid for req in reqs}
         self.drop([rid for rid in self._live if rid not in present and rid not in decoding])
         new = [self._add(req) for req in reqs if req.rid not in self._live]
@@ -88,7 +80,7 @@ class RequestTable:
                 if first is not None and live.length == first.length:
                     live.output.append(first.token)
                 elif len(live.output) < len(live.req.output_ids):
-                    live.replace_output(live.req.output_ids)
+                    live.output[:] = live.req.output_ids
             self._start(new)
         for request in requests if self._first else ():
             self._first.pop(request.req.rid, None)
@@ -100,7 +92,7 @@ class RequestTable:
             self._reqs = []
             started = [live for live in gone if live.req.rid in self._started]
             self._started.difference_update(live.req.rid for live in started)
-            self._drafters.stop(started)
+            self._pool.stop(started)
 
     def drop_ended(self) -> None:
         """Drop the requests that have ended."""
@@ -127,16 +119,5 @@ class RequestTable:
     def _start(self, requests: Sequence[ServedRequest]) -> None:
         # beside a grammar a request may have ended before it is first seen here
         if new := [live for live in requests if live.finish_reason is None]:
-            self._drafters.start(new)
+            self._pool.start(new)
             self._started.update(live.req.rid for live in new)
-
-
-def _ids_in(in_flight: Iterable[Launched | PrefillLaunch]) -> tuple[set[str], set[str]]:
-    """Return the ids of requests whose prompts are being read, and of those in decode steps."""
-    reading, decoding = set[str](), set[str]()
-    for launch in in_flight:
-        if isinstance(launch, PrefillLaunch):
-            reading.update(req.rid for req in launch.reqs)
-        else:
-            decoding.update(request.req.rid for request in launch.requests)
-    return reading, decoding

@@ -1,4 +1,4 @@
-"""What a step reports to those who watch: counters, traces, and records for single requests."""
+"""What a step reports to the outside: counters, traces, and records for single requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from outrider.core import ROOT, Draft, Outcome
+from outrider.core import ROOT, Outcome
 from outrider.serving.metrics import Metrics
 from outrider.serving.pool import Pool
 from outrider.serving.tracing import Tracer
@@ -16,7 +16,7 @@ from outrider.serving.values import ServedRequest, Settled
 class Telemetry:
     """Counts and traces steps that are over.
 
-    metrics, tracer: None if nobody asks for them
+    metrics, tracer: None if they are not wanted
     """
 
     def __init__(
@@ -43,33 +43,29 @@ class Telemetry:
 
 
 def explained(settled: Settled) -> Iterator[tuple[ServedRequest, Outcome, dict[str, Any]]]:
-    """Return the record of a step for each request that asks for one: see `step_record`."""
-    drafts, foreseen = settled.proposal.drafts(), settled.launched.foreseen
-    for outcome, draft, name in zip(settled.outcomes, drafts, settled.drafter_names(), strict=True):
-        request = outcome.request
-        assert isinstance(request, ServedRequest)
-        if request.explain:
-            yield request, outcome, step_record(outcome, draft, name, foreseen.get(request.id))
+    """Return the record of a step for each request that asks for one.
 
-
-def step_record(
-    outcome: Outcome, draft: Draft, drafter: str, foreseen: str | None
-) -> dict[str, Any]:
-    """Return who drafted, the tree of drafts, the path that was kept, and the tokens emitted.
-
+    It names the drafter, the tree of drafts, the path that was kept, and the tokens emitted.
     parents: the index of each draft's parent, -1 for the request's last token
     kept: the indices of the accepted drafts, whose tokens `emitted` begins with
     foreseen: what a draft server had, if one was asked: see `AheadDrafter`
     """
-    kept = [row - 1 for row in outcome.rows[1:]]
-    if len(kept) < outcome.num_accepted_drafts:  # the request ended with a draft: it has no row
-        last = (outcome.tokens[-1], kept[-1] if kept else ROOT)
-        kept.append([*zip(draft.tokens, draft.parents, strict=True)].index(last))
-    return {
-        "drafter": drafter,
-        "drafts": list(draft.tokens),
-        "parents": list(draft.parents),
-        "kept": kept,
-        "emitted": list(outcome.tokens),
-        "foreseen": foreseen,
-    }
+    drafts, foreseen = settled.proposal.drafts(), settled.launched.foreseen
+    for outcome, draft, name in zip(settled.outcomes, drafts, settled.drafter_names(), strict=True):
+        request = outcome.request
+        assert isinstance(request, ServedRequest)
+        if not request.explain:
+            continue
+        kept = [row - 1 for row in outcome.rows[1:]]
+        if len(kept) < outcome.num_accepted_drafts:  # the request ended with a draft: it has no row
+            last = (outcome.tokens[-1], kept[-1] if kept else ROOT)
+            kept.append([*zip(draft.tokens, draft.parents, strict=True)].index(last))
+        record = {
+            "drafter": name,
+            "drafts": list(draft.tokens),
+            "parents": list(draft.parents),
+            "kept": kept,
+            "emitted": list(outcome.tokens),
+            "foreseen": foreseen.get(request.id),
+        }
+        yield request, outcome, record

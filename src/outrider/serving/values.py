@@ -18,31 +18,8 @@ from outrider.serving.device import DeviceRows, unpack
 from outrider.serving.profile import ADAPTIVE
 
 
-class EngineRequest(Protocol):
-    """What the served step reads of an engine's own request, by SGLang's names."""
-
-    @property
-    def rid(self) -> str:
-        """Its id: unique among the requests that are running."""
-        ...
-
-    @property
-    def origin_input_ids(self) -> Sequence[int]:
-        """The prompt."""
-        ...
-
-    @property
-    def output_ids(self) -> Sequence[int]:
-        """The tokens that the engine has appended to the prompt."""
-        ...
-
-    def finished(self) -> bool:
-        """Say whether the engine has ended it."""
-        ...
-
-
 class Knows(Enum):
-    """Who knows the length and the last token of each request of a batch."""
+    """Which side knows the length and the last token of each request of a batch."""
 
     BOTH = "both"
     CPU = "cpu"
@@ -74,7 +51,7 @@ class ServedRequest(Request):
     """A request that is being decoded: what drafters see of it, and what a step asks of it.
 
     req: the engine's own request
-    drafter: who drafts for it
+    drafter: the one that drafts for it
     max_drafts: the most drafts in a step
     explain: whether it asks what each step did
     tenant: whose texts it may share: those with its name, as in the engine's prefix cache
@@ -87,20 +64,12 @@ class ServedRequest(Request):
     explain: bool = False
     tenant: str = ""
 
-    @property
-    def usual_drafter(self) -> str:
-        """Who drafts for it; "none" if control decides that in each step."""
-        return "none" if self.drafter == ADAPTIVE else self.drafter
-
-    def replace_output(self, tokens: Sequence[int]) -> None:
-        """Take over what the engine says that the request has emitted."""
-        self.output = list(tokens)
-
 
 @dataclass(frozen=True, eq=False)
 class Columns:
     """The traits of a batch's requests, one entry for each, or one for all.
 
+    places: [B] of the requests: 0, 1, ...
     max_drafts, max_tokens, kinds, may_end_early: [B] see `ServedRequest` and `Traits`
     stop_ids: all tokens that may end one of them
     drafters: of the requests that may have drafts
@@ -108,6 +77,7 @@ class Columns:
     needs_text, wants_output, explain: whether this holds of one of them
     """
 
+    places: Ints
     max_drafts: Ints
     max_tokens: Ints
     kinds: Sequence[str]
@@ -125,6 +95,7 @@ class Columns:
         traits = [request.traits for request in requests]
         drafters = frozenset(request.drafter for request in requests if request.max_drafts)
         return Columns(
+            places=np.arange(len(requests)),
             max_drafts=np.array([request.max_drafts for request in requests], np.int64),
             max_tokens=np.array([each.max_tokens for each in traits], np.int64),
             kinds=[each.kind for each in traits],
@@ -147,10 +118,12 @@ class Columns:
 class Batch:
     """A decode batch of the engine's.
 
-    reqs: the engine's requests
-    knows: who knows their lengths and last tokens
+    reqs: the engine's requests. By SGLang's names, each has `rid`, which is unique among those that
+        are running, `origin_input_ids`, the prompt, `output_ids`, the tokens that the engine has
+        appended to it, and `finished()`.
+    knows: which side knows their lengths and last tokens
     longest: [B] how many tokens of each are cached, at most
-    device_drafter: who drafted on the device in the step before; "" if nobody did
+    device_drafter: the drafter of the device in the step before; "" if it drafted nothing
     room: [B] for how many tokens each has slots; None if each has slots for any step
     num_penalties: kinds of penalties that its requests have
     index, lens: [B] on the device: the requests' rows in the table of slots, and how many of their
@@ -158,7 +131,7 @@ class Batch:
     own: the engine's batch
     """
 
-    reqs: Sequence[EngineRequest]
+    reqs: Sequence[Any]
     knows: Knows
     longest: Ints
     index: Tensor
@@ -189,7 +162,7 @@ class Members:
     @staticmethod
     def whole(requests: Sequence[ServedRequest], lens: Ints, columns: Columns) -> Members:
         """Return all requests of a batch."""
-        return Members(requests, np.arange(len(requests)), lens, columns)
+        return Members(requests, columns.places, lens, columns)
 
     @staticmethod
     def running(requests: Sequence[ServedRequest], columns: Columns) -> Members:
@@ -202,13 +175,7 @@ class Members:
         running = [r for r, request in enumerate(requests) if request.finish_reason is None]
         if not running or len(running) == len(requests):
             return Members.whole(requests, lens, columns)
-        some = np.array(running, np.int64)
-        return Members.whole(requests, lens, columns).take(some)
-
-    @property
-    def are_running(self) -> bool:
-        """Whether they have not finished."""
-        return self.requests[0].finish_reason is None
+        return Members.whole(requests, lens, columns).take(np.array(running, np.int64))
 
     def take(self, some: Ints) -> Members:
         """Return these of them."""
@@ -263,7 +230,7 @@ class Launched:
 
     @property
     def device_drafter(self) -> str:
-        """Who drafts on the device; "" if nobody does."""
+        """The drafter that drafts on the device; "" if none does."""
         return self.decision.drafter if isinstance(self.decision, DeviceDrafts) else ""
 
     def num_drafts(self) -> Ints:
@@ -327,12 +294,16 @@ class Settled:
         return self.launched.members.take(self.running)
 
     def drafter_names(self) -> list[str]:
-        """Return who drafted for each running request; without drafts, who would have."""
+        """Return the drafter of each running request.
+
+        Without drafts that is its usual one, or "none" if control decides it in each step.
+        """
         decision, requests = self.launched.decision, self.members.requests
         if isinstance(decision, DeviceDrafts):
             return [decision.drafter if n else "none" for n in self.proposal.num_drafts.tolist()]
         names = decision.names if isinstance(decision, CpuDrafts) else [""] * len(requests)
-        return [name or r.usual_drafter for name, r in zip(names, requests, strict=True)]
+        usual = ["none" if r.drafter == ADAPTIVE else r.drafter for r in requests]
+        return [name or own for name, own in zip(names, usual, strict=True)]
 
     def kept_rows(self) -> Ints:
         """Return which rows of the result were kept, in the order of the outcomes' tokens."""

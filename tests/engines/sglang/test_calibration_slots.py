@@ -64,7 +64,7 @@ def calibrate(monkeypatch):
         worker = OutriderWorker.__new__(OutriderWorker)
         control = adaptive_control(SimpleNamespace(name="model"))
         readers = [(model, frozenset({"model", "adaptive"}))]
-        worker._pool = Pool({}, 7, control=control, readers=readers)
+        worker._pool = Pool({}, control=control, readers=readers)
         worker._engine, worker._ranks = target, Ranks()
         worker._rows = SimpleNamespace(max_rows=lambda: most)
         plain = SimpleNamespace(reqs=["a", "b"], req_pool_indices=torch.tensor([3, 5]))

@@ -13,7 +13,7 @@ from test_on_device import phases
 
 from outrider.core import Budget, KeyedCoins, SamplingParams
 from outrider.engines.sglang.drafts.slot_heads import SglangHeadDrafter
-from outrider.serving.device import Layouts
+from outrider.serving.device import Layouts, TextEnds
 from outrider.serving.head_steps import HeadSteps
 from outrider.serving.values import ServedRequest
 
@@ -67,8 +67,10 @@ def decode(sampling, fault=0, steps=12):
     for step in range(steps):
         widths = [rng.randint(0, 4), rng.randint(1, 4)]
         at = torch.tensor([*lens.values()])
-        given = np.array(widths), told.tokens.int(), lines, at, lines, longest, layouts
-        drafts = ahead.draft(requests, *given).tolist()
+        where = told.tokens.int(), lines, at, longest, lines
+        num_drafts = np.array(widths)
+        ends = TextEnds(requests, num_drafts, *where, layouts.of(num_drafts), layouts)
+        drafts = ahead.draft(ends).tolist()
         ours = [mine[:width] for mine, width in zip(drafts, widths, strict=True)]
         theirs = drafts_of_the_cpu(lens, widths, sampling)
         found.append((ours, theirs))

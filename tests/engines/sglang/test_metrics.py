@@ -30,7 +30,7 @@ from outrider.core import (
 )
 from outrider.engines.sglang.arguments import settings
 from outrider.serving.clock import StepClock
-from outrider.serving.metrics import ENOUGH, Metrics
+from outrider.serving.metrics import MIN_PLAIN_STEPS, Metrics
 from outrider.serving.tracing import Tracer
 from outrider.serving.values import Columns, Launched, Members, ServedRequest, Settled
 
@@ -141,7 +141,7 @@ def test_speed_up_is_against_plain_steps_that_were_measured(make):
     parts = {"draft": 1.0, "forward": 3.0, "scheduler": 1.0}
     drafted = step(2, 2, parts=parts)
     plain = step(0, 0, drafts=[chain([])] * 2, parts={"draft": 0.5, "forward": 2.0})
-    for _ in range(ENOUGH - 1):
+    for _ in range(MIN_PLAIN_STEPS - 1):
         metrics.record(plain)
         metrics.record(drafted)
     assert (value("compared_seconds_total"), value("plain_seconds_total")) == (0, 0)

@@ -172,7 +172,7 @@ def launched(drafts, *requests):
 
 def launched_with(proposal, *requests):
     lens = np.array([request.length - 1 for request in requests])
-    members = Members.whole(list(requests), lens, None)
+    members = Members(list(requests), np.arange(len(lens)), lens, None)
     decision = Plain()
     if len(proposal.parents):
         decision = CpuDrafts(proposal, ["ngram"] * len(requests))

@@ -67,7 +67,8 @@ class Req:
 def everyone(batch):
     """Return all requests of a batch."""
     requests = [req.live for req in batch.reqs]
-    return Members.whole(requests, np.zeros(len(requests), np.int64), None)
+    size = len(requests)
+    return Members(requests, np.arange(size), np.zeros(size, np.int64), None)
 
 
 class Batch:
