@@ -27,6 +27,7 @@ from outrider.drafters.heads import (
     load_head,
     read_config,
 )
+from outrider.engines.sglang.arguments.chosen import refusing_start
 from outrider.engines.sglang.drafts.slot_blocks import SglangBlocks
 from outrider.engines.sglang.drafts.slot_heads import SglangHead, SlotHead
 from outrider.engines.sglang.versions.base import SglangVersion
@@ -158,7 +159,7 @@ def capture_states(runner: Any, version: SglangVersion) -> None:
     if not sources:
         return
     model, name = runner.model, type(runner.model).__name__
-    try:
+    with refusing_start():
         layers = layers_to_capture([*sources.values()], _num_layers(runner))
         if layers != [_num_layers(runner)]:
             if not hasattr(model, "set_eagle3_layers_to_capture"):
@@ -166,8 +167,6 @@ def capture_states(runner: Any, version: SglangVersion) -> None:
                     f"a head with {name}", fix="SGLang gives no hidden states of this model"
                 )
             model.set_eagle3_layers_to_capture([i - 1 for i in layers])  # it counts outputs
-    except Unsupported as error:
-        raise SystemExit(f"outrider: {error}") from error
     version.return_states(runner)
 
 

@@ -18,9 +18,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.utils.common import freeze_gc
 
 from outrider.control.decision import Limits
-from outrider.core import Unsupported
 from outrider.engines.sglang.answers.reported import add_record, count_step
-from outrider.engines.sglang.arguments.chosen import ATTENTION_BACKEND
+from outrider.engines.sglang.arguments.chosen import ATTENTION_BACKEND, refusing_start
 from outrider.engines.sglang.arguments.memory import num_penalties
 from outrider.engines.sglang.arguments.settings import check_model, verify_pass
 from outrider.engines.sglang.attention.backend import OutriderAttention
@@ -98,10 +97,8 @@ class OutriderWorker:
             # a tree's slots change places, and those of a page must not
             trees=isinstance(runner.attn_backend, OutriderAttention) and runner.page_size == 1,
         )
-        try:
+        with refusing_start():
             self._make_drafters(profile, args, draft_worker)
-        except Unsupported as error:
-            raise SystemExit(f"outrider: {error}") from error
         describe = Describer(self._names, profile, args, self._pool.fallbacks)
         self._options = describe.options
         self._table = RequestTable(describe, self._pool)
@@ -164,10 +161,8 @@ class OutriderWorker:
 
     def _begin_verify(self, profile: Profile, args: Any) -> None:
         """Choose how drafts are verified."""
-        try:
+        with refusing_start():
             found = verify_pass(profile.verify_pass, args, self.model_runner.sliding_window_size)
-        except Unsupported as error:
-            raise SystemExit(f"outrider: {error}") from error
         verify, width = None, args.speculative_num_draft_tokens
         if found == "target_verify" or (found == "auto" and self._pool.control is not None):
             most = int(self.model_config.context_len)
