@@ -37,19 +37,6 @@ from outrider.serving.ranks import Ranks
 logger = logging.getLogger(__name__)
 
 
-def folder_of(name: str) -> Path:
-    """Return the directory of a head: this path, or what the Hugging Face hub has by this name."""
-    if os.path.isdir(name):
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise Unsupported(f"the head {name}: {error}", fix="name a directory") from None
-
-
 @dataclass(frozen=True)
 class HeadSource:
     """Where a head's files are.
@@ -63,8 +50,20 @@ class HeadSource:
 
     @property
     def folder(self) -> Path:
-        """The directory."""
-        return folder_of(self.path)
+        """The directory: `path`, or what the Hugging Face hub has by this name."""
+        if os.path.isdir(self.path):
+            return Path(self.path)
+        from huggingface_hub import errors, snapshot_download
+
+        try:
+            return Path(snapshot_download(self.path, allow_patterns=["*.json", "*.safetensors"]))
+        except (
+            errors.HfHubHTTPError,
+            errors.HFValidationError,
+            errors.LocalEntryNotFoundError,
+            OSError,
+        ) as error:
+            raise Unsupported(f"the head {self.path}: {error}", fix="name a directory") from None
 
     def shape(self) -> HeadConfig:
         """Return the shape of the head. Raises Unsupported if there is none that we know."""

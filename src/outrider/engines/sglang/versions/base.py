@@ -18,8 +18,7 @@ class SglangVersion(Protocol):
     contract: what we rely on in it
     accepted: the field of a request that counts its accepted drafts
     caches: classes of prefix caches; texts enter by their `insert`
-    prefix_lens, extend_lens: the fields of a prefill batch that say how much of each request is
-        cached, and how many of its tokens are read
+    prefix_lens, extend_lens: the fields of a prefill batch for `prefill_lens`
     graph_runner: the attribute of a model runner that has its captured graphs
     """
 
@@ -63,6 +62,10 @@ class SglangVersion(Protocol):
         """
 
     # -- memory and passes
+
+    def prefill_lens(self, batch: Any) -> tuple[Any, Any]:
+        """Return of each request of a prefill batch how much is cached, and how much is read."""
+        return getattr(batch, self.prefix_lens), getattr(batch, self.extend_lens)
 
     def slots_per_step(self) -> int:
         """Return how many slots a request may need in a step."""
