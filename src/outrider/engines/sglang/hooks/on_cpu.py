@@ -1,4 +1,4 @@
-"""Hooks for what SGLang lacks on CPU.
+"""Hooks for what SGLang lacks on CPU: seeded coins, grammar masks, row-invariant linear layers.
 
 Three of them act with any algorithm: `murmur_hash32` always replaces a Triton kernel that cannot
 run there; `support_triton` and `batch_invariant_mode` serve the attention backend `outrider`.
@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from outrider.engines.sglang import cpu
+import torch
+
+from outrider import core
 from outrider.engines.sglang.arguments.chosen import ATTENTION_BACKEND, is_chosen
 from outrider.engines.sglang.hooks.laying import HookTable, around
+from outrider.kernels.row_invariant import RowInvariant
 
 
 class CpuHooks(HookTable):
@@ -34,17 +37,23 @@ class CpuHooks(HookTable):
             and current.device == "cpu"
             and (is_chosen(current) or current.attention_backend == ATTENTION_BACKEND)
         ):
-            return cpu.enable_row_invariance()
+            return enable_row_invariance()
         return original(*args, **kwargs)
 
     @around("constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask")
     def apply_vocab_mask(
         self, original: Callable[..., Any], their: Any, logits: Any, vocab_mask: Any
     ) -> Any:
-        """Apply grammars' masks on CPU, too."""
-        if logits.device.type == "cpu":
-            return cpu.apply_vocab_mask(logits, vocab_mask)
-        return original(their, logits=logits, vocab_mask=vocab_mask)
+        """Apply grammars' masks on CPU, too: -inf for forbidden tokens, in place.
+
+        logits: [N, V]; vocab_mask: [N, ceil(V / 32)] int32, a bit for each allowed token
+        """
+        if logits.device.type != "cpu":
+            return original(their, logits=logits, vocab_mask=vocab_mask)
+        bits = torch.arange(32, dtype=torch.int32)
+        allowed = ((vocab_mask[:, :, None] >> bits) & 1).bool().flatten(1)
+        logits.masked_fill_(~allowed[:, : logits.shape[1]], float("-inf"))
+        return None
 
     @around("utils.common.support_triton", always=True)
     def support_triton(self, original: Callable[..., Any], backend: str) -> Any:
@@ -57,7 +66,21 @@ class CpuHooks(HookTable):
     def murmur_hash32(
         self, original: Callable[..., Any], seed: Any, positions: Any, col_indices: Any
     ) -> Any:
-        """Hash on CPU, too. Each version has the function in another module."""
+        """Hash (seed, position, column) on CPU, too, [N] x [N] x [M] -> [N, M].
+
+        Each version has the function in another module.
+        """
         if seed.device.type == "cpu":
-            return cpu.murmur_hash32(seed, positions, col_indices)
+            seeds = seed.to(torch.int64)[:, None]
+            return core.murmur_hash32(seeds, positions[:, None], col_indices)
         return original(seed, positions, col_indices)
+
+
+def enable_row_invariance() -> None:
+    """Make this process's linear layers row invariant, for good.
+
+    That is what `--enable-deterministic-inference` does on a GPU, by other means. SGLang calls it
+    once for each model runner: a draft model's makes no difference.
+    """
+    if not RowInvariant.is_active():
+        RowInvariant(triton=False).__enter__()

@@ -136,13 +136,10 @@ def _algorithm_class() -> Any:
     class NoRelay(FutureMap):
         """Relays nothing: the worker has what the next step needs, and waits if it must."""
 
-        def resolve_seq_lens_cpu(self, batch: Any, stream_ordered: bool = False) -> None:
-            """Do nothing."""
-
         def publish(self, *args: Any, **kwargs: Any) -> None:
             """Do nothing."""
 
-        stash = _resolve_spec_extras = publish
+        stash = resolve_seq_lens_cpu = _resolve_spec_extras = publish
 
     class Algorithm(CustomSpecAlgo):
         """What SGLang asks about ours.

@@ -6,6 +6,8 @@ from outrider.engines.sglang.versions import contract_common as common
 
 VERSION = "0.5.11"
 
+_MIXIN = "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
+
 HOOKS: dict[str, str] = common.HOOKS | {
     "managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin.save_remote_model": (
         "self params"
@@ -21,13 +23,10 @@ HOOKS: dict[str, str] = common.HOOKS | {
     ),
     "entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key": "self request",
     "managers.tokenizer_manager.TokenizerManager.__init__": "self server_args port_args",
-    "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
-    ".stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
+    f"{_MIXIN}.stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
     "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": "self seq_lens_cpu_cache",
-    "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
-    "._resolve_spec_overlap_token_ids": "self result batch",
-    "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
-    ".process_batch_result_prefill": "self batch result",
+    f"{_MIXIN}._resolve_spec_overlap_token_ids": "self result batch",
+    f"{_MIXIN}.process_batch_result_prefill": "self batch result",
     "managers.overlap_utils.FutureMap.resolve_future": "self model_worker_batch",
     "managers.overlap_utils.FutureMap.store_to_map": "self future_indices batch_result",
     "model_executor.cuda_graph_runner.CudaGraphRunner.can_run": "self forward_batch",
@@ -117,7 +116,7 @@ ATTRIBUTES: dict[str, str] = common.extended(
             "input_token_logprobs temp_input_token_ids_logprobs_val "
             "temp_input_token_ids_logprobs_idx"
         ),
-        "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin": "server_args",
+        _MIXIN: "server_args",
         "managers.overlap_utils.FutureMap": "spec_algo",
         "managers.scheduler.Scheduler": "draft_worker",
         "sampling.sampling_params.SamplingParams": "custom_params stop_strs stream_interval",

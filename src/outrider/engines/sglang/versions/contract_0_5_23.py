@@ -6,6 +6,8 @@ from outrider.engines.sglang.versions import contract_common as common
 
 VERSION = "0.5.23"
 
+_PROCESSOR = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+
 HOOKS: dict[str, str] = common.HOOKS | {
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     ".save_remote_model": "self params",
@@ -21,10 +23,8 @@ HOOKS: dict[str, str] = common.HOOKS | {
     "session.streaming_session.StreamingSession._trim_overshoot": "self req finished_len",
     "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
     "._stream_output_generation": "self reqs return_logprob skip_req is_idle_batch",
-    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-    "._resolve_spec_v2_tokens": "self result batch",
-    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-    ".process_batch_result_prefill": "self batch result",
+    f"{_PROCESSOR}._resolve_spec_v2_tokens": "self result batch",
+    f"{_PROCESSOR}.process_batch_result_prefill": "self batch result",
     "model_executor.runner.eager_runner.get_eager_max_batch_size": "max_batch_size",
     "arg_groups.speculative_hook._resolve_speculative_algorithm_alias": (
         "speculative_algorithm speculative_draft_model_path trust_remote_code kwargs"
@@ -63,8 +63,7 @@ CALLS: dict[str, str] = common.CALLS | {
     ),
     "managers.schedule_batch.Req.update_finish_state": "self new_accepted_len",
     "managers.schedule_batch.Req.update_spec_correct_drafts_histogram": "self num_correct_drafts",
-    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-    "._accept_grammar_tokens": "self req tokens",
+    f"{_PROCESSOR}._accept_grammar_tokens": "self req tokens",
     "managers.overlap_utils.FutureMap.__init__": (
         "self device spec_algo req_to_token_pool needs_cpu_seq_lens needs_confidence_relay"
     ),
@@ -128,9 +127,7 @@ ATTRIBUTES: dict[str, str] = common.extended(
     common.ATTRIBUTES,
     {
         "managers.schedule_batch.Req": "kv spec_num_correct_drafts cache_salt",
-        "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor": (
-            "model_worker"
-        ),
+        _PROCESSOR: "model_worker",
         "model_executor.model_runner.ModelRunner": "sliding_window_size",
     },
 )
