@@ -306,11 +306,8 @@ class InProcessEngine:
         counts: Ints,
     ) -> tuple[Ints, Sequence[FinishReason | None]]:
         """Return how many of its tokens each request keeps, and why it ends there."""
-        columns, places = launched.columns, launched.members.places[running]
-        lengths = np.array([len(request.output) for request in requests]) + counts
-        may_end = columns.may_end_early[places] | (lengths >= columns.max_tokens[places])
-        if not columns.stop_ids.isdisjoint(tokens.tolist()):
-            may_end[:] = True
+        places = launched.members.places[running]
+        may_end = launched.columns.may_end(places, requests, tokens.tolist(), counts)
         kept, reasons, ends = counts.copy(), _no_reasons(len(requests)), counts.cumsum()
         for r in np.flatnonzero(may_end).tolist():
             own = tokens[ends[r] - counts[r] : ends[r]]

@@ -113,6 +113,20 @@ class Columns:
         """Whether one of the requests may have drafts."""
         return bool(self.drafters)
 
+    def may_end(
+        self, places: Ints, requests: Sequence[ServedRequest], tokens: Sequence[int], counts: Ints
+    ) -> Bools:
+        """Return which of some requests may end at one of the tokens that follow, [R].
+
+        places: [R] of these requests in the batch
+        tokens, counts: all that follow, request by request, and how many of each
+        """
+        if not self.stop_ids.isdisjoint(tokens):
+            return np.ones(len(requests), np.bool_)
+        lengths = np.array([len(request.output) for request in requests]) + counts
+        found: Bools = self.may_end_early[places] | (lengths >= self.max_tokens[places])
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:

@@ -7,7 +7,7 @@ import threading
 import torch
 import torch.nn.functional as F
 
-from outrider.engines.sglang import cpu
+from outrider.engines.sglang.hooks.on_cpu import enable_row_invariance
 from outrider.kernels import row_invariant
 
 
@@ -22,8 +22,8 @@ def test_a_second_model_runner_does_not_tile_every_product_again(monkeypatch):
     monkeypatch.setattr(row_invariant, "in_tiles", counted)
 
     def serve():
-        cpu.enable_row_invariance()
-        cpu.enable_row_invariance()
+        enable_row_invariance()
+        enable_row_invariance()
         F.linear(torch.ones(20, 8), torch.ones(4, 8))
 
     thread = threading.Thread(target=serve)  # it is for good, and for one thread

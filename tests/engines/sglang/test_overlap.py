@@ -211,7 +211,7 @@ def test_what_is_emitted_for_ended_requests_is_discarded():
 def test_logprobs_stand_where_sglang_looks():
     a, b = request(0), request(1)
     done = [Outcome(a, (5, 9), (0, 1), 2, 1, None), Outcome(b, (8,), (0,), 0, 0, None)]
-    output = SimpleNamespace(**dict.fromkeys(finish._LISTS))
+    output = SimpleNamespace(**dict.fromkeys(finish.LOGPROB_LISTS))
     output.next_token_logprobs = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     output.next_token_top_logprobs_val = [torch.tensor([float(i)]) for i in range(4)]
     order_logprobs(settled(launched([[5, 6], []], a, b), done), output, 3)

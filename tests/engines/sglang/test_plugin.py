@@ -39,13 +39,13 @@ def known_version():
 
 def hooks_of_all():
     hooks = plugin.installed_hooks()
-    return hooks.table() | hooks.front_table()
+    return hooks.table() | hooks.table(front=True)
 
 
 def test_contract_holds_and_all_hooks_are_laid():
     assert contract.differences(known_version().contract) == []
     hooks = plugin.installed_hooks()
-    laid = hooks.table() | hooks.front_table()
+    laid = hooks.table() | hooks.table(front=True)
     assert laid.keys() == known_version().contract.HOOKS.keys()
     hooks.check_contract()
     hooks.check()

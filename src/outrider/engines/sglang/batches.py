@@ -132,13 +132,8 @@ def last_token_rows(
     return forward, kind_groups(kinds, index.device)
 
 
-def proposal_rows(
-    own: SglangBatch, members: Members, kinds: Sequence[str], proposal: Proposal
-) -> tuple[Any, Groups]:
-    """Return the rows of a proposal: all that the device is told goes in one copy.
-
-    kinds: of the batch's requests
-    """
+def proposal_rows(own: SglangBatch, members: Members, proposal: Proposal) -> tuple[Any, Groups]:
+    """Return the rows of a proposal: all that the device is told goes in one copy."""
     owners, starts = proposal.row_owners, proposal.root_rows
     places = np.arange(len(owners)) - starts[owners]
     packed = np.empty((5, len(owners)), np.int64)
@@ -147,7 +142,7 @@ def proposal_rows(
     packed[1] = places_in_batch = members.places[owners]
     packed[2] = members.lens[owners] + proposal.row_depths + 1
     packed[3] = members.lens[owners] + places
-    names, packed[4], sizes = _by_kind(kinds, places_in_batch)
+    names, packed[4], sizes = _by_kind(members.columns.kinds, places_in_batch)
     tokens, owner, seq_lens, position, order = to_device(packed, own.index.device)
     groups: Groups = [(names[0], None)]
     if len(names) > 1:
@@ -167,9 +162,7 @@ def proposal_rows(
     return forward, groups
 
 
-def device_rows(
-    own: SglangBatch, members: Members, kinds: Sequence[str], drafts: DeviceRows
-) -> tuple[Any, Groups]:
+def device_rows(own: SglangBatch, members: Members, drafts: DeviceRows) -> tuple[Any, Groups]:
     """Return the rows of drafts that only the device knows."""
     shape, owner = drafts.layout.shape, drafts.layout.owner
     owners = shape.row_owners
@@ -183,7 +176,7 @@ def device_rows(
         sampling_info=row_sampling(own.version, own.batch, members, shape, owner),
         **_of_rows(own.worker_batch, owners),
     )
-    return forward, kind_groups(kinds, owner.device, owners)
+    return forward, kind_groups(members.columns.kinds, owner.device, owners)
 
 
 def _of_rows(worker_batch: Any, owners: Ints) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from torch import Tensor
 
 from outrider.control.decision import CpuDrafts, Decision
-from outrider.core import Bools, FinishReason, Ints, Proposal
+from outrider.core import FinishReason, Ints, Proposal
 from outrider.engines.sglang.batches import (
     Groups,
     SglangBatch,
     device_rows,
+    kind_groups,
     last_token_rows,
     proposal_rows,
 )
@@ -28,7 +29,7 @@ from outrider.engines.sglang.drafts.slot_heads import SlotHead
 from outrider.engines.sglang.finish import order_slots, would_keep
 from outrider.engines.sglang.sampling.penalties import Penalties
 from outrider.engines.sglang.sampling.processors import keep_params
-from outrider.engines.sglang.sampling.sampler import sample
+from outrider.engines.sglang.sampling.sampler import sample, sampling_kind
 from outrider.engines.sglang.slots import Slots
 from outrider.engines.sglang.verify_pass import VerifyPass
 from outrider.engines.sglang.versions.base import SglangVersion
@@ -160,9 +161,9 @@ class SglangEngine:
         """Return the rows of a step."""
         assert self._slots is not None
         own: SglangBatch = batch.own
-        plain, kinds = own.worker_batch, members.columns.kinds
+        plain = own.worker_batch
         if drafts is not None:
-            forward, groups = device_rows(own, members, kinds, drafts)
+            forward, groups = device_rows(own, members, drafts)
             counts = drafts.layout.shape.num_drafts
             longest = torch.from_numpy(members.lens + counts + 1).to(plain.seq_lens_cpu.dtype)
             # their lengths are known when the step is: see `run`
@@ -173,9 +174,9 @@ class SglangEngine:
             proposal = decision.proposal
         is_plain = members.is_whole and not len(proposal.parents)
         if is_plain and batch.knows is Knows.BOTH and not members.columns.needs_text:
-            forward, groups = last_token_rows(own, self._last_tokens, kinds)
+            forward, groups = last_token_rows(own, self._last_tokens, members.columns.kinds)
         else:
-            forward, groups = proposal_rows(own, members, kinds, proposal)
+            forward, groups = proposal_rows(own, members, proposal)
         lens, knows = (forward, Knows.BOTH) if is_plain else (plain, Knows.CPU)
         done = self._record()
         following = Carried(self._slots, lens.seq_lens, lens.seq_lens_cpu, knows, done)
@@ -190,10 +191,8 @@ class SglangEngine:
         grammars = forward.sampling_info.grammars
         result = self.run_target(forward) if rows.launch is None else rows.launch()
         forward.sampling_info.grammars = grammars  # SGLang may have put each request's own there
-        output, at = result.logits_output, forward.seq_lens - 1
-        emitted = self._ranks.of_rank_0(
-            sample(self._version, self._runner, output, forward, at, rows.groups)
-        )
+        output = result.logits_output
+        emitted = self._sample(output, forward, rows.groups)
         keep_params(forward.sampling_info)
         if following.knows is Knows.BOTH:
             self._last_tokens[forward.req_pool_indices] = emitted
@@ -233,28 +232,14 @@ class SglangEngine:
         """
         kept, ids, ends = counts.copy(), tokens.tolist(), counts.cumsum().tolist()
         reasons: list[FinishReason | None] = [None] * len(requests)
-        may_end = self._may_end(launched, running, requests, ids, counts)
+        places = launched.members.places[running]
+        may_end = launched.columns.may_end(places, requests, ids, counts)
+        if min(ids) < 0 or max(ids) >= self._vocab_size:  # SGLang ends the request
+            may_end[:] = True
         for r in np.flatnonzero(may_end).tolist():
             own = ids[ends[r] - counts[r] : ends[r]]
             kept[r], reasons[r] = would_keep(self._version, requests[r].req, own)
         return kept, reasons
-
-    def _may_end(
-        self,
-        launched: Launched,
-        running: Ints,
-        requests: Sequence[ServedRequest],
-        ids: Sequence[int],
-        counts: Ints,
-    ) -> Bools:
-        """Return for which requests SGLang must be asked whether these tokens end them."""
-        columns, places = launched.columns, launched.members.places[running]
-        is_odd = min(ids) < 0 or max(ids) >= self._vocab_size
-        if is_odd or not columns.stop_ids.isdisjoint(ids):
-            return np.ones(len(requests), np.bool_)
-        lengths = np.array([len(request.output) for request in requests]) + counts
-        found: Bools = columns.may_end_early[places] | (lengths >= columns.max_tokens[places])
-        return found
 
     def place(self, settled: Settled) -> None:
         """Put the slots of a tree's path into the order of its tokens."""
@@ -277,7 +262,7 @@ class SglangEngine:
             found.logits_output.hidden_states = None  # nobody else wants these
         return found
 
-    def run_prefill(self, own: SglangBatch, groups: Groups) -> Any:
+    def run_prefill(self, own: SglangBatch) -> Any:
         """Read prompts, and sample the first token of each.
 
         If no request of the batch may emit a token, SGLang appends token 0, and a step that is
@@ -289,11 +274,18 @@ class SglangEngine:
             plain = changed(plain, sampling_info=own.batch.sampling_info.copy_for_forward())
         result = self.run_target(plain, is_verify=not plain.is_prefill_only)
         if not plain.is_prefill_only:
-            last = plain.seq_lens - 1
-            sampled = sample(self._version, self._runner, result.logits_output, plain, last, groups)
-            result.next_token_ids = self._ranks.of_rank_0(sampled)
+            kinds = [sampling_kind(req.sampling_params) for req in plain.reqs]
+            groups = kind_groups(kinds, plain.seq_lens.device)
+            result.next_token_ids = self._sample(result.logits_output, plain, groups)
         self._last_tokens[plain.req_pool_indices] = result.next_token_ids
         return result
+
+    def _sample(self, output: Any, forward: Any, groups: Groups) -> Tensor:
+        """Return what SGLang emits at each row of a pass, the same on all ranks."""
+        at = forward.seq_lens - 1
+        return self._ranks.of_rank_0(
+            sample(self._version, self._runner, output, forward, at, groups)
+        )
 
     def _record(self) -> Any:
         """Return an event at this point of the stream."""

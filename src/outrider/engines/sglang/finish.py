@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,8 +12,9 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 from outrider.core import FinishReason
+from outrider.engines.sglang.sampling.sampler import LOGPROB_LISTS
 from outrider.engines.sglang.versions.base import SglangVersion
-from outrider.serving.device import to_device
+from outrider.serving.device import owners_and_places, to_device
 from outrider.serving.values import Settled
 
 
@@ -64,21 +65,18 @@ def order_slots(settled: Settled, version: SglangVersion, runner: Any, main: Any
     main: the scheduler's own stream, which reads the table next, when a request ends
     """
     outcomes, sizes = settled.outcomes, settled.proposal.num_drafts + 1
-    pool_indices, bases, sources, places = [], [], [], []
+    moved, sources = [], []
     for r, request in enumerate(settled.members.requests):
         path = outcomes.rows[outcomes.starts[r] : outcomes.starts[r + 1]]
-        if has_left(request.req) or (path == np.arange(len(path))).all():
-            continue
-        rest = np.setdiff1d(np.arange(sizes[r]), path)
-        sources.append(np.concatenate([path, rest]))
-        places.append(np.arange(sizes[r]))
-        pool_indices.append(np.full(sizes[r], version.kv(request.req).req_pool_idx))
-        bases.append(np.full(sizes[r], request.length - 1))
-    if not pool_indices:
+        if not has_left(request.req) and (path != np.arange(len(path))).any():
+            moved.append((version.kv(request.req).req_pool_idx, request.length - 1))
+            sources.append(np.concatenate([path, np.setdiff1d(np.arange(sizes[r]), path)]))
+    if not moved:
         return
-    base, table = np.concatenate(bases), runner.req_to_token_pool
-    source, place = base + np.concatenate(sources), base + np.concatenate(places)
-    packed = np.stack([np.concatenate(pool_indices), source, place])
+    owners, places = owners_and_places(np.array([len(rows) for rows in sources]))
+    pool_indices, bases = np.array(moved)[owners].T
+    packed = np.stack([pool_indices, bases + np.concatenate(sources), bases + places])
+    table = runner.req_to_token_pool
     device = torch.get_device_module(runner.device)
     is_cpu = torch.device(runner.device).type == "cpu"
     with nullcontext() if is_cpu else device.stream(main):
@@ -103,15 +101,6 @@ def attach_hidden(settled: Settled, output: Any) -> None:
                 req.hidden_states += kept
 
 
-_LISTS: dict[str, Callable[[], Any]] = {
-    "next_token_top_logprobs_val": lambda: torch.empty(0),
-    "next_token_top_logprobs_idx": lambda: torch.empty(0, dtype=torch.int64),
-    "next_token_token_ids_logprobs_val": lambda: torch.empty(0),
-    "next_token_token_ids_logprobs_idx": list,
-}
-"""What a row may have beside its token's logprob, and what stands for none."""
-
-
 def order_logprobs(settled: Settled, output: Any, batch_size: int) -> None:
     """Put the logprobs of the rows that were kept where SGLang looks for them: [B, most]."""
     outcomes = settled.outcomes
@@ -122,7 +111,7 @@ def order_logprobs(settled: Settled, output: Any, batch_size: int) -> None:
     values = output.next_token_logprobs.new_zeros(batch_size, most)
     values[members, places] = output.next_token_logprobs[rows]
     output.next_token_logprobs = values
-    for name, nothing in _LISTS.items():
+    for name, nothing in LOGPROB_LISTS.items():
         if (found := getattr(output, name)) is not None:
             ordered = [nothing() for _ in range(batch_size * most)]
             for row, at in zip(rows.tolist(), (members * most + places).tolist(), strict=True):

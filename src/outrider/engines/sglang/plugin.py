@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from outrider.engines.sglang.arguments.chosen import ATTENTION_BACKEND, NAME
 from outrider.engines.sglang.hooks.common import Hooks
-from outrider.engines.sglang.hooks.laying import lay
 from outrider.engines.sglang.hooks.sglang_0_5_11 import Hooks0511
 from outrider.engines.sglang.hooks.sglang_0_5_23 import Hooks0523
 from outrider.engines.sglang.sanitizer.sanitizer import Sanitizer, is_wanted
@@ -34,7 +33,7 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
     hooks.register()
-    lay(hooks.full_table())
+    hooks.lay()
     server_args.add_attention_backend_choices([ATTENTION_BACKEND])
     server_args.add_deterministic_attention_backend_choices([ATTENTION_BACKEND])
     server_args.add_radix_supported_deterministic_attention_backend_choices([ATTENTION_BACKEND])

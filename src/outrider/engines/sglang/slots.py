@@ -13,7 +13,6 @@ uses for padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,18 +24,6 @@ from outrider.serving.device import owners_and_places, to_device
 
 MostCached = Callable[[Sequence[Any]], Ints]
 """Returns how many tokens of each of SGLang's requests may be cached after the steps in flight."""
-
-
-@dataclass(frozen=True, eq=False)
-class Holdings:
-    """What requests hold, and what they would hold. All lengths end at whole pages.
-
-    held: [B] now
-    full: [B] with room for two steps of K drafts
-    """
-
-    held: Ints
-    full: Ints
 
 
 def whole_pages(lengths: Ints, page_size: int) -> Ints:
@@ -62,11 +49,11 @@ class Slots:
         As many as any step may write. A pool that has fewer: as many as plain decoding takes.
         """
         size, width = _shape(batch)
-        holdings = self._holdings(reqs, size, width)
-        wanted = num_slots(holdings.held, holdings.full, size)
+        held, full = self._holdings(reqs, size, width)
+        wanted = num_slots(held, full, size)
         if wanted <= _free(batch):
             return wanted
-        return max(0, num_slots(holdings.held, self._least(reqs, size, width), size))
+        return max(0, num_slots(held, self._least(reqs, size, width), size))
 
     def take(self, batch: Any) -> Ints | None:
         """Give each request of a batch its slots.
@@ -74,8 +61,7 @@ class Slots:
         Returns for how many tokens each has slots, [B]; None if each has room for any step.
         """
         size, width = _shape(batch)
-        holdings = self._holdings(batch.reqs, size, width)
-        held, wanted = holdings.held, holdings.full
+        held, wanted = self._holdings(batch.reqs, size, width)
         is_tight = num_slots(held, wanted, size) > _free(batch)
         if is_tight:
             least = self._least(batch.reqs, size, width)
@@ -93,14 +79,17 @@ class Slots:
             _park(batch, wanted, np.minimum(behind, width))
         return wanted if is_tight else None
 
-    def _holdings(self, reqs: Sequence[Any], page_size: int, width: int) -> Holdings:
-        """Return the holdings of these requests. width: columns of the table of slots"""
+    def _holdings(self, reqs: Sequence[Any], page_size: int, width: int) -> tuple[Ints, Ints]:
+        """Return what requests hold, and what they would hold with room for two steps of K drafts.
+
+        Both end at whole pages. width: columns of the table of slots
+        """
         caches = [self._version.kv(req) for req in reqs]
         held = np.array([cache.kv_allocated_len for cache in caches])
         known = np.array([cache.kv_committed_len for cache in caches])
         # near the end of the context the request's row of the table is full
         needed = whole_pages(known + 2 * self._version.slots_per_step(), page_size)
-        return Holdings(held, np.maximum(np.minimum(needed, width), held))
+        return held, np.maximum(np.minimum(needed, width), held)
 
     def _least(self, reqs: Sequence[Any], page_size: int, width: int) -> Ints:
         """Return what requests must hold for one more token each: a slot for the last one."""

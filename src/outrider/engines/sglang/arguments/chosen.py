@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from outrider.core import Unsupported
 from outrider.engines.sglang.versions.base import SglangVersion
 
 NAME = "OUTRIDER"
@@ -22,3 +25,12 @@ def chosen_args(version: SglangVersion) -> Any:
     """Return this process's arguments if they choose our algorithm, else None."""
     args = version.current_arguments()
     return args if is_chosen(args) else None
+
+
+@contextmanager
+def refusing_start() -> Iterator[None]:
+    """Stop the server, with the message, at what Outrider does not support."""
+    try:
+        yield
+    except Unsupported as error:
+        raise SystemExit(f"outrider: {error}") from error

@@ -9,6 +9,7 @@ from typing import Any
 
 from outrider.core import Unsupported
 from outrider.drafters.registry import OURS
+from outrider.engines.sglang.arguments.chosen import refusing_start
 from outrider.engines.sglang.arguments.flags import REFUSED, WITH_DRAFT_MODEL
 from outrider.engines.tokenizers import check_same_tokens
 from outrider.serving import tracing
@@ -43,9 +44,6 @@ SAME_WINDOW = "fa3"
 """The one among them of which both passes are known to read the same keys of a sliding window. With
 triton and aiter, SGLang's plain decoding reads one key less than TARGET_VERIFY."""
 
-OWN = "outrider"
-"""Our attention backend: it reads a request's cache once for all of its rows."""
-
 
 def refuse_flags(given: Any) -> None:
     """Stop the server if it is given a flag whose effect Outrider cannot give.
@@ -54,14 +52,12 @@ def refuse_flags(given: Any) -> None:
     """
     from outrider.engines.sglang.drafts.heads import draft_kind
 
-    try:
+    with refusing_start():
         for refusal in REFUSED:
             refusal.check(given)
         if draft_kind(given) != MODEL:
             for refusal in WITH_DRAFT_MODEL:
                 refusal.check(given)
-    except Unsupported as error:
-        raise SystemExit(f"outrider: {error}") from error
 
 
 def apply(server_args: Any) -> None:

@@ -92,24 +92,18 @@ class OutriderAttention(AttentionBackend):
 
     def _decode_pasts(self, forward_batch: Any) -> list[list[Past]]:
         """Return the pasts of each request: one for a chain, one for each branch of a tree."""
-        pool_indices, lens = (
-            forward_batch.req_pool_indices.tolist(),
-            forward_batch.seq_lens.tolist(),
-        )
+        pool_indices = forward_batch.req_pool_indices.tolist()
+        lens = forward_batch.seq_lens.tolist()
         trees, slots = forward_batch.spec_info, forward_batch.out_cache_loc
         requests = []
-        for pool_index, group in groupby(
-            range(len(pool_indices)), key=lambda row: pool_indices[row]
-        ):
+        for pool_index, group in groupby(range(len(pool_indices)), key=pool_indices.__getitem__):
             rows = list(group)
             if trees is None:
                 requests.append([self._past(pool_index, rows, [lens[row] for row in rows])])
                 continue
             first, prefix = rows[0], lens[rows[0]] - 1
-            cached, own = (
-                self._req_to_token[pool_index, :prefix].long(),
-                slots[first : rows[-1] + 1],
-            )
+            cached = self._req_to_token[pool_index, :prefix].long()
+            own = slots[first : rows[-1] + 1]
             parents = [trees.parents[row] - first for row in rows[1:]]
             requests.append(tree_pasts([-1, *parents], cached, own, first))
         return requests

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from outrider.kernels.prefill_attention import prefill_attention
 from outrider.serving.device import to_device
 
 
+@dataclass(eq=False)
 class PoolPass:
     """A pass over rows whose keys and values are in slots: see `Attend`.
 
@@ -28,65 +31,59 @@ class PoolPass:
     is_prompt: whether rows are many and causal: each sees one slot more than the one before it
     """
 
-    def __init__(
-        self,
-        pool: Tensor,
-        slots: Tensor,
-        lines: Tensor,
-        lens: Tensor,
-        table: Tensor,
-        counts: Ints,
-        ends: Ints,
-        is_prompt: bool = False,
-    ) -> None:
-        self._pool, self._slots, self._lines, self._lens = pool, slots, lines, lens
-        self._table, self._counts, self._ends = table, counts, ends
-        self._is_prompt = is_prompt
+    pool: Tensor
+    slots: Tensor
+    lines: Tensor
+    lens: Tensor
+    table: Tensor
+    counts: Ints
+    ends: Ints
+    is_prompt: bool = False
 
     @lazy
     def _firsts(self) -> Ints:
         """The first row of each sequence."""
-        firsts: Ints = np.cumsum(self._counts) - self._counts
+        firsts: Ints = np.cumsum(self.counts) - self.counts
         return firsts
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keep the rows' keys and values, and let each row look at what it sees."""
-        keys, values = self._pool[layer]
-        keys[self._slots], values[self._slots] = k, v
+        keys, values = self.pool[layer]
+        keys[self.slots], values[self.slots] = k, v
         if use_triton(q.device):
             return self._kernel(q, keys, values)
-        if self._is_prompt:
+        if self.is_prompt:
             return self._one_by_one(q, keys, values)
         return self._side_by_side(q, keys, values)
 
     def _kernel(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         group, scale = q.shape[1] // keys.shape[1], q.shape[-1] ** -0.5
-        tile, longest = Tile.fit(group), int(self._ends.max())
-        if not self._is_prompt:
-            rows = Layout.of_lines(self._lines, self._lens, self._table, tile, group, longest)
+        tile, longest = Tile.fit(group), int(self.ends.max())
+        if not self.is_prompt:
+            rows = Layout.of_lines(self.lines, self.lens, self.table, tile, group, longest)
             return paged_attention(q, keys, values, rows, scale)
         tile = tile.for_prefill(arch(q.device), q.shape[-1], same_bits=False)
-        lines = self._lines[to_device(self._firsts, q.device)]
-        prefixes = (self._ends - self._counts).tolist()
-        runs = Layout.of_runs(lines, prefixes, self._counts.tolist(), self._table, tile, group)
+        lines = self.lines[to_device(self._firsts, q.device)]
+        prefixes = (self.ends - self.counts).tolist()
+        runs = Layout.of_runs(lines, prefixes, self.counts.tolist(), self.table, tile, group)
         return prefill_attention(q, keys, values, runs, scale)
 
     def _one_by_one(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend from the rows of each sequence in turn: they are many."""
-        found, lines = [], self._lines[self._firsts].tolist()
-        for line, end, mine in zip(lines, self._ends, q.split(self._counts.tolist()), strict=True):
-            slots = self._table[line, :end].long()
+        found, lines = [], self.lines[self._firsts].tolist()
+        for line, end, mine in zip(lines, self.ends, q.split(self.counts.tolist()), strict=True):
+            slots = self.table[line, :end].long()
             found.append(causal(mine, keys[slots], values[slots]))
         return torch.cat(found)
 
     def _side_by_side(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attend from all rows at once, padded to the most rows and keys of a sequence."""
-        size, most, longest = len(self._firsts), int(self._counts.max()), int(self._ends.max())
-        owner = torch.from_numpy(np.repeat(np.arange(size), self._counts))
+        size, most, longest = len(self._firsts), int(self.counts.max()), int(self.ends.max())
+        owner = torch.from_numpy(np.repeat(np.arange(size), self.counts))
         place = torch.arange(len(q)) - torch.from_numpy(self._firsts)[owner]
-        slots = self._table[self._lines[self._firsts], :longest].long()
+        slots = self.table[self.lines[self._firsts], :longest].long()
         lens = torch.ones(size, most, dtype=torch.int64)  # padding sees something: no NaN
-        lens[owner, place] = self._lens
+        lens[owner, place] = self.lens
         queries = q.new_zeros(size, most, *q.shape[1:])
         queries[owner, place] = q
         found = functional.scaled_dot_product_attention(

@@ -21,7 +21,7 @@ from outrider.engines.sglang.batches import SglangBatch, copied_rows, forward_ba
 from outrider.engines.sglang.copies import changed
 from outrider.engines.sglang.drafts.draft_weights import quantize
 from outrider.engines.sglang.drafts.heads import draft_kind
-from outrider.engines.sglang.drafts.sequences import DraftSequence, SlotSequences
+from outrider.engines.sglang.drafts.sequences import DraftSequence, SlotSequences, segment_rows
 from outrider.engines.sglang.versions.base import SglangVersion
 from outrider.serving.device import owners_and_places, to_device
 from outrider.serving.profile import MODEL, load_profile
@@ -81,20 +81,13 @@ class SglangDraftModel(SlotSequences):
 
         The slots are those that the worker has given the target for the same positions.
         """
-        tokens: list[int] = []
-        pool_indices: list[int] = []
-        positions: list[int] = []
-        ends: list[int] = []
-        for sequence, new in segments:
-            tokens += new
-            pool_indices += [sequence.req_pool_idx] * len(new)
-            positions += range(sequence.length, sequence.length + len(new))
-            ends.append(len(tokens) - 1)
+        tokens, lines, positions, counts = segment_rows(segments)
+        ends = (np.cumsum(counts) - 1).tolist()
         self._begin(segments)
         logits = []
         for start in range(0, len(tokens), self._max_rows):
             rows = slice(start, start + self._max_rows)
-            found = self._run(Message.DECODE, tokens[rows], pool_indices[rows], positions[rows])
+            found = self._run(Message.DECODE, tokens[rows], lines[rows], positions[rows])
             wanted = [end - start for end in ends if start <= end < start + self._max_rows]
             # the next pass may overwrite them: all captured graphs share one buffer for logits
             is_last = start + self._max_rows >= len(tokens)

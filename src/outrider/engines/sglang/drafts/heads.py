@@ -27,6 +27,7 @@ from outrider.drafters.heads import (
     load_head,
     read_config,
 )
+from outrider.engines.sglang.arguments.chosen import refusing_start
 from outrider.engines.sglang.drafts.slot_blocks import SglangBlocks
 from outrider.engines.sglang.drafts.slot_heads import SglangHead, SlotHead
 from outrider.engines.sglang.versions.base import SglangVersion
@@ -34,19 +35,6 @@ from outrider.serving.profile import MODEL, Profile, load_profile
 from outrider.serving.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-
-
-def folder_of(name: str) -> Path:
-    """Return the directory of a head: this path, or what the Hugging Face hub has by this name."""
-    if os.path.isdir(name):
-        return Path(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise Unsupported(f"the head {name}: {error}", fix="name a directory") from None
 
 
 @dataclass(frozen=True)
@@ -62,8 +50,20 @@ class HeadSource:
 
     @property
     def folder(self) -> Path:
-        """The directory."""
-        return folder_of(self.path)
+        """The directory: `path`, or what the Hugging Face hub has by this name."""
+        if os.path.isdir(self.path):
+            return Path(self.path)
+        from huggingface_hub import errors, snapshot_download
+
+        try:
+            return Path(snapshot_download(self.path, allow_patterns=["*.json", "*.safetensors"]))
+        except (
+            errors.HfHubHTTPError,
+            errors.HFValidationError,
+            errors.LocalEntryNotFoundError,
+            OSError,
+        ) as error:
+            raise Unsupported(f"the head {self.path}: {error}", fix="name a directory") from None
 
     def shape(self) -> HeadConfig:
         """Return the shape of the head. Raises Unsupported if there is none that we know."""
@@ -158,7 +158,7 @@ def capture_states(runner: Any, version: SglangVersion) -> None:
     if not sources:
         return
     model, name = runner.model, type(runner.model).__name__
-    try:
+    with refusing_start():
         layers = layers_to_capture([*sources.values()], _num_layers(runner))
         if layers != [_num_layers(runner)]:
             if not hasattr(model, "set_eagle3_layers_to_capture"):
@@ -166,8 +166,6 @@ def capture_states(runner: Any, version: SglangVersion) -> None:
                     f"a head with {name}", fix="SGLang gives no hidden states of this model"
                 )
             model.set_eagle3_layers_to_capture([i - 1 for i in layers])  # it counts outputs
-    except Unsupported as error:
-        raise SystemExit(f"outrider: {error}") from error
     version.return_states(runner)
 
 

@@ -7,6 +7,7 @@ target, it keeps of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -56,7 +57,7 @@ class SlotSequences:
         The prefix is what the radix cache has, or the chunks before. Where those were skipped the
         cache has a gap, and all from there on is to be read again.
         """
-        prefixes, counts = _lens(batch, self._version)
+        prefixes, counts = self._version.prefill_lens(batch)
         for req, prefix, extended in zip(batch.reqs, prefixes, counts, strict=True):
             before = self._sequences.get(req)
             known = prefix if before is None else min(prefix, before.length)
@@ -88,13 +89,26 @@ class SlotSequences:
         self.open(request).reset(request.length)
 
 
-def _lens(batch: Any, version: SglangVersion) -> tuple[Any, Any]:
-    """Return of each request of SGLang's prefill batch what is cached, and how much is read."""
-    return getattr(batch, version.prefix_lens), getattr(batch, version.extend_lens)
+def segment_rows(
+    segments: Sequence[tuple[DraftSequence, Sequence[int]]], first: int = 0
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return the rows of tokens that sequences read: tokens, lines of the table and positions.
+
+    Also returns how many rows each sequence has. first: the first position that has a row
+    """
+    tokens, lines, positions, counts = list[int](), list[int](), list[int](), list[int]()
+    for sequence, new in segments:
+        start = max(first, sequence.length)
+        own = new[start - sequence.length :]
+        tokens += own
+        lines += [sequence.req_pool_idx] * len(own)
+        positions += range(start, start + len(own))
+        counts.append(len(own))
+    return tokens, lines, positions, counts
 
 
 def extended_rows(batch: Any, version: SglangVersion) -> tuple[Ints, Ints]:
     """Return which request each row of SGLang's prefill batch belongs to, and its position."""
-    prefixes, counts = _lens(batch, version)
+    prefixes, counts = version.prefill_lens(batch)
     owners, places = owners_and_places(np.asarray(counts))
     return owners, places + np.asarray(prefixes)[owners]

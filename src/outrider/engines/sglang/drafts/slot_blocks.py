@@ -67,12 +67,9 @@ class SglangBlocks(SlotHead):
         super().__init__(head, runner, captured, version)
         self.head, self.max_unread, config = head, head.block.size, head.config
         num_scratch = MAX_BLOCKS * head.block.size
+        slots = self._num_slots + num_scratch
         self._pool = self._new_pool(
-            config.num_layers,
-            2,
-            self._num_slots + num_scratch,
-            config.num_kv_heads,
-            config.head_dim,
+            config.num_layers, 2, slots, config.num_kv_heads, config.head_dim
         )
         self._scratch = self._num_slots + torch.arange(num_scratch, device=self._table.device)
 
@@ -80,11 +77,6 @@ class SglangBlocks(SlotHead):
     def cell(config: HeadConfig) -> int:
         """Return the numbers of a key and a value in each layer."""
         return 2 * config.num_layers * config.num_kv_heads * config.head_dim
-
-    @property
-    def pool_bytes(self) -> int:
-        """What its slots take on the device."""
-        return self._pool.nbytes
 
     def drafter(self, vocab_size: int, **options: Any) -> SglangBlockDrafter:
         """Return a drafter with this head."""

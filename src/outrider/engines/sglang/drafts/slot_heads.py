@@ -16,7 +16,7 @@ follow the same token cannot share a slot: each branch has scratch slots behind 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,9 +34,11 @@ from outrider.engines.sglang.drafts.sequences import (
     DraftSequence,
     SlotSequences,
     extended_rows,
+    segment_rows,
 )
 from outrider.engines.sglang.versions.base import SglangVersion
 from outrider.serving.device import to_device
+from outrider.serving.make_pool import PoolHead
 
 FEW_ROWS = 32
 """Sequences with at most so many new rows are read side by side; one with more is a prompt."""
@@ -45,7 +47,7 @@ MAX_BRANCHES = 1024
 """Drafts of trees that can be read in a step: so many have scratch slots."""
 
 
-class SlotHead(ABC):
+class SlotHead(PoolHead):
     """A head that keeps what it knows of a token in the target's slot for it.
 
     captured: the layers whose states a pass of the target tells, as Transformers counts them
@@ -66,34 +68,13 @@ class SlotHead(ABC):
         shared = ("embed_tokens.weight", "lm_head.weight")[: 1 + (head.name != "eagle3")]
         weights = [w for name, w in head.state_dict().items() if name not in shared]
         self._dtype = next(w.dtype for w in weights if w.is_floating_point())
-        self.weight_bytes = sum(w.nbytes for w in weights)
+        self.weight_bytes, self.pool_bytes = sum(w.nbytes for w in weights), 0
         self._fault: str | None = None
 
     @staticmethod
     @abstractmethod
     def cell(config: HeadConfig) -> int:
         """Return how many numbers a head of this shape keeps of a token."""
-
-    @property
-    @abstractmethod
-    def pool_bytes(self) -> int:
-        """What its slots take on the device."""
-
-    @abstractmethod
-    def drafter(self, vocab_size: int, **options: Any) -> ModelDrafter[Any]:
-        """Return a drafter with this head, for a target of this vocabulary."""
-
-    @abstractmethod
-    def prefill(self, batch: Any) -> None:
-        """Read the tokens of the host's prefill batch, whose states were told."""
-
-    @abstractmethod
-    def skip(self, batch: Any) -> None:
-        """Note that a prefill batch of the host's was not read."""
-
-    @abstractmethod
-    def run(self, batch: Any) -> Tensor:
-        """Read as many rows as the host's decode batch has, for nothing but the time it takes."""
 
     @abstractmethod
     def _keep(self, batch: Any, x: Tensor) -> None:
@@ -114,7 +95,10 @@ class SlotHead(ABC):
             self._fault = f"the target's states were not read: {error!r}"
 
     def _new_pool(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self._dtype, device=self._table.device)
+        """Return a buffer with so many slots."""
+        pool = torch.zeros(shape, dtype=self._dtype, device=self._table.device)
+        self.pool_bytes += pool.nbytes
+        return pool
 
     def raise_fault(self) -> None:
         """Raise if states could not be read since this was last asked."""
@@ -162,11 +146,6 @@ class SglangHead(SlotSequences, SlotHead):
     def cell(config: HeadConfig) -> int:
         """Return the numbers of x, a key and a value."""
         return config.hidden_size + 2 * config.num_kv_heads * config.head_dim
-
-    @property
-    def pool_bytes(self) -> int:
-        """What its slots take on the device."""
-        return self._x.nbytes + self._pool.nbytes
 
     def drafter(self, vocab_size: int, **options: Any) -> ModelDrafter[DraftSequence]:
         """Return a drafter with this head."""
@@ -288,17 +267,8 @@ class SglangHead(SlotSequences, SlotHead):
         self, segments: Sequence[tuple[DraftSequence, Sequence[int]]]
     ) -> tuple[Tensor, Tensor, Ints]:
         """Read tokens. Return their rows' states and slots, and how many rows each sequence has."""
-        tokens: list[int] = []
-        lines: list[int] = []
-        positions: list[int] = []
-        counts: list[int] = []
-        for sequence, new in segments:
-            first = max(1, sequence.length)  # the first token is no pair
-            new = new[first - sequence.length :]
-            tokens += new
-            positions += range(first, first + len(new))
-            lines += [sequence.req_pool_idx] * len(new)
-            counts.append(len(new))
+        # the first token is no pair
+        tokens, lines, positions, counts = segment_rows(segments, first=1)
         token, line = to_device(np.array([tokens, lines]), self._table.device)
         states, slots = self._read(token, line, np.array(positions), np.array(counts))
         for sequence, new in segments:

@@ -1,13 +1,13 @@
 """The hooks that every version of SGLang gets, at a place that its contract names.
 
 They are laid whenever the package is installed, because SGLang loads plugins before it reads its
-arguments. Each calls SGLang's own code unless OUTRIDER was chosen (on CPU there are exceptions: see
-`on_cpu`). An AROUND hook gets the original first, an AFTER hook its result.
+arguments. Each calls SGLang's own code unless OUTRIDER was chosen: see `laying` (on CPU there are
+exceptions: see `on_cpu`). Those without a name here have another one in each version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,55 +15,24 @@ import torch
 
 from outrider.engines.sglang.answers.reported import correct_meta_info
 from outrider.engines.sglang.arguments import memory
-from outrider.engines.sglang.arguments.chosen import NAME, chosen_args, is_chosen
-from outrider.engines.sglang.hooks.laying import Hook, Table, check_laid, stop
+from outrider.engines.sglang.arguments.chosen import NAME, is_chosen
+from outrider.engines.sglang.hooks.laying import WITHOUT_US, after, around, before, stop
 from outrider.engines.sglang.hooks.on_cpu import CpuHooks
 from outrider.engines.sglang.intake.fields import shown
 from outrider.engines.sglang.intake.front import RequestHooks
 from outrider.engines.sglang.versions import contract
-from outrider.engines.sglang.versions.base import SglangVersion
+from outrider.kernels import use_triton
 from outrider.serving.profile import REPAIR_VARIABLE, load_profile
 
-WITHOUT_US = f"leave --speculative-algorithm {NAME} out"
+_MANAGER = "managers.tokenizer_manager.TokenizerManager"
+_BATCH = "managers.schedule_batch.ScheduleBatch"
 
 
-class Hooks:
-    """What one version of SGLang is hooked by.
-
-    version: the version
-    cpu: what it is hooked by on CPU
-    load: loads the plugins in another process of the server's; it is pickled by its name
-    others: further hooks that must be laid, by full name
-    """
-
-    def __init__(
-        self,
-        version: SglangVersion,
-        load: Callable[[], None],
-        others: Mapping[str, Hook] | None = None,
-    ) -> None:
-        self.version, self._load, self._others = version, load, dict(others or {})
-        self._requests = RequestHooks(version, self.front_table, self.check)
-        self.cpu = CpuHooks(version)
+class Hooks(RequestHooks, CpuHooks):
+    """What one version of SGLang is hooked by."""
 
     def register(self) -> None:
         """Make the algorithm known, if that takes more than hooks."""
-
-    def full_table(self) -> Table:
-        """Return the hooks to lay at start-up, by full name."""
-        own = {contract.hook_target(name): hook for name, hook in self.table().items()}
-        return own | self._others
-
-    def front_table(self) -> Table:
-        """Return the hooks of the HTTP server, in the processes that have one."""
-        return self._requests.front_table()
-
-    def check(self, front: bool = False) -> None:
-        """Stop the server unless every hook was laid: SGLang logs a failure and goes on.
-
-        front: whether those of the HTTP server are meant too
-        """
-        check_laid(self.table() | (self.front_table() if front else {}), self._others, WITHOUT_US)
 
     def check_contract(self) -> None:
         """Stop the server unless this SGLang is as the contract says."""
@@ -80,16 +49,19 @@ class Hooks:
             what = f"this SGLang differs from the {known} that Outrider knows"
             stop(what, *differences, instead=instead)
 
-    def chosen_args(self) -> Any:
-        """Return this process's arguments if they choose our algorithm, else None."""
-        return chosen_args(self.version)
-
     def attention_backend(self, runner: Any) -> Any:
-        """Return the attention backend `outrider`."""
-        from outrider.engines.sglang.attention.choose import attention_backend
+        """Return the attention backend `outrider` for a model runner's device."""
+        if use_triton(torch.device(runner.device)):
+            from outrider.engines.sglang.attention.triton import TritonAttention
 
-        return attention_backend(runner, self.version)
+            return TritonAttention(runner, self.version)
+        from outrider.engines.sglang.attention.backend import OutriderAttention
 
+        return OutriderAttention(runner, self.version)
+
+    @around(
+        "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size", always=True
+    )
     def compute_cell_size(
         self, original: Callable[..., Any], their: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -99,12 +71,11 @@ class Hooks:
             return size
         return size + memory.draft_cell_bytes(runner, self.version)
 
+    @after(f"{_MANAGER}._calculate_spec_decoding_metrics")
     def spec_decoding_metrics(
         self, result: None, their: Any, meta_info: dict[str, Any], recv_obj: Any, i: int
     ) -> None:
         """Correct what SGLang computes as if every step drafted K tokens, or take it away."""
-        if self.chosen_args() is None:
-            return
         if not load_profile().report_acceptance:
             for name in [name for name in meta_info if name.startswith("spec_")]:
                 del meta_info[name]
@@ -116,7 +87,7 @@ class Hooks:
 
         Whoever follows in the batch would get theirs.
         """
-        if self.chosen_args() is None or not batch.return_logprob:
+        if not batch.return_logprob:
             return
         found = result.logits_output.input_token_logprobs
         if found is None:
@@ -147,10 +118,8 @@ class Hooks:
         A request without output is left out, unless it has ended. It was retracted while its prompt
         was read, and SGLang would count the logprob of its first token as sent.
         """
-        size = None
-        if self.chosen_args() is not None:
-            reqs = [req for req in reqs if req.output_ids or req.finished()]
-            size = load_profile().flush_tokens
+        reqs = [req for req in reqs if req.output_ids or req.finished()]
+        size = load_profile().flush_tokens
         if size is None:
             return original(their, reqs, return_logprob, skip_req, is_idle_batch)
         from outrider.engines.sglang.answers.flush import send_chunks
@@ -160,14 +129,16 @@ class Hooks:
         # SGLang says how busy it is after every step, even if it has nothing else to say
         return original(their, left, return_logprob, None, is_idle_batch or bool(reqs))
 
+    @around(f"{_MANAGER}._handle_batch_output")
     def handle_batch_output(self, original: Callable[..., Any], their: Any, recv_obj: Any) -> Any:
         """Let each stream take a chunk before the next, if the profile asks for chunks."""
-        if self.chosen_args() is None or load_profile().flush_tokens is None:
+        if load_profile().flush_tokens is None:
             return original(their, recv_obj)
         from outrider.engines.sglang.answers.flush import one_by_one
 
         return one_by_one(original, their, recv_obj)
 
+    @around("constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch")
     def compile_grammar(
         self, original: Callable[..., Any], their: Any, key: Any, require_reasoning: bool
     ) -> Any:
@@ -175,8 +146,6 @@ class Hooks:
 
         SGLang catches few of its errors; none is that of a tag without a format.
         """
-        if self.chosen_args() is None:
-            return original(their, key, require_reasoning)
         try:
             return original(their, key, require_reasoning)
         except Exception as error:
@@ -184,6 +153,7 @@ class Hooks:
 
             return InvalidGrammarObject(shown(f"{type(error).__name__}: {error}"))
 
+    @around("layers.sampler.Sampler._preprocess_logits")
     def preprocess_logits(
         self, original: Callable[..., Any], their: Any, logits: Any, sampling_info: Any
     ) -> Any:
@@ -193,14 +163,11 @@ class Hooks:
         greedy would raise, and stop the scheduler.
         """
         found = original(their, logits, sampling_info)
-        if (
-            not sampling_info.is_all_greedy
-            and _may_forbid(sampling_info)
-            and self.chosen_args() is not None
-        ):
+        if not sampling_info.is_all_greedy and _may_forbid(sampling_info):
             found[:, 0].masked_fill_(found.amax(-1) == -torch.inf, 0.0)
         return found
 
+    @around(f"{_BATCH}._new_tokens_required_next_decode_spec_v2", always=True)
     def decode_slots(
         self, original: Callable[..., Any], their: Any, requests: Any, page_size: int
     ) -> Any:
@@ -211,16 +178,18 @@ class Hooks:
         required: int = slots.required(their, requests)
         return required
 
+    @before(f"{_MANAGER}.set_internal_state")
     def set_internal_state(self, their: Any, obj: Any) -> None:
         """Refuse settings of SGLang's own speculation while the server runs, as at its start."""
         wanted = [key for key in obj.server_args or () if "spec" in key]
-        if wanted and self.chosen_args() is not None:
+        if wanted:
             from fastapi import HTTPException
 
             raise HTTPException(
                 400, f"{', '.join(wanted)}: not with --speculative-algorithm {NAME}"
             )
 
+    @around("managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer", always=True)
     def share_plugins(
         self,
         original: Callable[..., Any],
@@ -239,49 +208,11 @@ class Hooks:
     def save_remote_model(self, original: Callable[..., Any], their: Any, params: Any) -> Any:
         """Save the target, and the draft model if there is one: SGLang takes our worker for one."""
         worker = their.draft_worker
-        if self.chosen_args() is None:
-            return original(their, params)
         their.draft_worker = worker.draft_model_worker
         try:
             return original(their, params)
         finally:
             their.draft_worker = worker
-
-    def table(self) -> Table:
-        """Return the hooks, by name."""
-        return {
-            **self._requests.table(),
-            **self.cpu.table(),
-            "managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2": (
-                self.decode_slots,
-                "AROUND",
-            ),
-            "managers.tokenizer_manager.TokenizerManager.set_internal_state": (
-                self.set_internal_state,
-                "BEFORE",
-            ),
-            "managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer": (
-                self.share_plugins,
-                "AROUND",
-            ),
-            "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
-                self.compute_cell_size,
-                "AROUND",
-            ),
-            "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics": (
-                self.spec_decoding_metrics,
-                "AFTER",
-            ),
-            "managers.tokenizer_manager.TokenizerManager._handle_batch_output": (
-                self.handle_batch_output,
-                "AROUND",
-            ),
-            "constrained.base_grammar_backend.BaseGrammarBackend._init_value_dispatch": (
-                self.compile_grammar,
-                "AROUND",
-            ),
-            "layers.sampler.Sampler._preprocess_logits": (self.preprocess_logits, "AROUND"),
-        }
 
 
 class _Loading:

@@ -1,4 +1,4 @@
-"""Hooks for what SGLang lacks on CPU.
+"""Hooks for what SGLang lacks on CPU: seeded coins, grammar masks, row-invariant linear layers.
 
 Three of them act with any algorithm: `murmur_hash32` always replaces a Triton kernel that cannot
 run there; `support_triton` and `batch_invariant_mode` serve the attention backend `outrider`.
@@ -9,59 +9,56 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from outrider.engines.sglang import cpu
-from outrider.engines.sglang.arguments.chosen import ATTENTION_BACKEND, chosen_args, is_chosen
-from outrider.engines.sglang.hooks.laying import Table
-from outrider.engines.sglang.versions.base import SglangVersion
+import torch
+
+from outrider import core
+from outrider.engines.sglang.arguments.chosen import ATTENTION_BACKEND, is_chosen
+from outrider.engines.sglang.hooks.laying import HookTable, around
+from outrider.kernels.row_invariant import RowInvariant
 
 
-class CpuHooks:
+class CpuHooks(HookTable):
     """What SGLang is hooked by on CPU."""
 
-    def __init__(self, version: SglangVersion) -> None:
-        self._version = version
-
-    def table(self) -> Table:
-        """Return the hooks, by name."""
-        invariant = "batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode"
-        mask = "constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask"
-        copy = "mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
-        return {
-            invariant: (self.batch_invariant_mode, "AROUND"),
-            mask: (self.apply_vocab_mask, "AROUND"),
-            copy: (self.init_kv_copy, "AROUND"),
-            "utils.common.support_triton": (self.support_triton, "AROUND"),
-        }
-
+    @around("mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup")
     def init_kv_copy(self, original: Callable[..., Any], their: Any) -> Any:
         """Do without a Triton kernel on CPU: we never move cache entries."""
-        if their.device == "cpu" and chosen_args(self._version) is not None:
+        if their.device == "cpu":
             their._kv_copy_config = None
             return None
         return original(their)
 
+    @around("batch_invariant_ops.batch_invariant_ops.enable_batch_invariant_mode", always=True)
     def batch_invariant_mode(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Make linear layers row invariant on CPU, too."""
-        current = self._version.current_arguments()
+        current = self.version.current_arguments()
         if (
             current is not None
             and current.device == "cpu"
             and (is_chosen(current) or current.attention_backend == ATTENTION_BACKEND)
         ):
-            return cpu.enable_row_invariance()
+            return enable_row_invariance()
         return original(*args, **kwargs)
 
+    @around("constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask")
     def apply_vocab_mask(
         self, original: Callable[..., Any], their: Any, logits: Any, vocab_mask: Any
     ) -> Any:
-        """Apply grammars' masks on CPU, too."""
-        if logits.device.type == "cpu" and chosen_args(self._version) is not None:
-            return cpu.apply_vocab_mask(logits, vocab_mask)
-        return original(their, logits=logits, vocab_mask=vocab_mask)
+        """Apply grammars' masks on CPU, too: -inf for forbidden tokens, in place.
 
+        logits: [N, V]; vocab_mask: [N, ceil(V / 32)] int32, a bit for each allowed token
+        """
+        if logits.device.type != "cpu":
+            return original(their, logits=logits, vocab_mask=vocab_mask)
+        bits = torch.arange(32, dtype=torch.int32)
+        allowed = ((vocab_mask[:, :, None] >> bits) & 1).bool().flatten(1)
+        logits.masked_fill_(~allowed[:, : logits.shape[1]], float("-inf"))
+        return None
+
+    @around("utils.common.support_triton", always=True)
     def support_triton(self, original: Callable[..., Any], backend: str) -> Any:
         """Say no for our own backend on CPU."""
-        args = self._version.current_arguments()
+        args = self.version.current_arguments()
         if backend == ATTENTION_BACKEND and args is not None and args.device == "cpu":
             return False
         return original(backend)
@@ -69,7 +66,21 @@ class CpuHooks:
     def murmur_hash32(
         self, original: Callable[..., Any], seed: Any, positions: Any, col_indices: Any
     ) -> Any:
-        """Hash on CPU, too."""
+        """Hash (seed, position, column) on CPU, too, [N] x [N] x [M] -> [N, M].
+
+        Each version has the function in another module.
+        """
         if seed.device.type == "cpu":
-            return cpu.murmur_hash32(seed, positions, col_indices)
+            seeds = seed.to(torch.int64)[:, None]
+            return core.murmur_hash32(seeds, positions[:, None], col_indices)
         return original(seed, positions, col_indices)
+
+
+def enable_row_invariance() -> None:
+    """Make this process's linear layers row invariant, for good.
+
+    That is what `--enable-deterministic-inference` does on a GPU, by other means. SGLang calls it
+    once for each model runner: a draft model's makes no difference.
+    """
+    if not RowInvariant.is_active():
+        RowInvariant(triton=False).__enter__()

@@ -8,10 +8,12 @@ from typing import Any
 from outrider.core import Unsupported
 from outrider.engines.sglang import rocm
 from outrider.engines.sglang.arguments import memory, settings
-from outrider.engines.sglang.arguments.chosen import NAME, is_chosen
+from outrider.engines.sglang.arguments.chosen import NAME, is_chosen, refusing_start
 from outrider.engines.sglang.hooks.common import Hooks
-from outrider.engines.sglang.hooks.laying import Table
+from outrider.engines.sglang.hooks.laying import after, around, before
 
+_ALGORITHM = "speculative.spec_info.SpeculativeAlgorithm"
+_FUTURES = "managers.overlap_utils.FutureMap"
 _UPDATER = "managers.scheduler_update_weights_mixin.SchedulerUpdateWeightsMixin"
 _MIXIN = "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixin"
 
@@ -51,68 +53,34 @@ class Algorithm:
 
 
 class Hooks0511(Hooks):
-    """What SGLang 0.5.11 is hooked by. AROUND gets the original first, AFTER its result."""
+    """What SGLang 0.5.11 is hooked by."""
 
-    def table(self) -> Table:
-        """Return the hooks, by name."""
-        return {
-            **super().table(),
-            "speculative.spec_info.SpeculativeAlgorithm.from_string": (self._from_string, "AROUND"),
-            "speculative.spec_info.SpeculativeAlgorithm.create_worker": (
-                self._create_worker,
-                "AFTER",
-            ),
-            "server_args.ServerArgs.add_cli_args": (self._add_cli_args, "AFTER"),
-            "server_args.ServerArgs.__post_init__": (self._post_init, "BEFORE"),
-            "server_args.ServerArgs._handle_speculative_decoding": (
-                self._handle_speculative_decoding,
-                "AFTER",
-            ),
-            "server_args.ServerArgs._handle_gpu_memory_settings": (
-                self._handle_gpu_memory_settings,
-                "AROUND",
-            ),
-            f"{_UPDATER}.save_remote_model": (self.save_remote_model, "AROUND"),
-            f"{_MIXIN}.stream_output_generation": (self.stream_output, "AROUND"),
-            f"{_MIXIN}.process_batch_result_prefill": (self.keep_prompt_logprobs, "BEFORE"),
-            f"{_MIXIN}._resolve_spec_overlap_token_ids": (self._resolve_tokens, "AROUND"),
-            "managers.schedule_batch.ScheduleBatch.get_model_worker_batch": (
-                self._model_worker_batch,
-                "AFTER",
-            ),
-            "managers.overlap_utils.FutureMap.resolve_future": (self._resolve_future, "AROUND"),
-            "managers.overlap_utils.FutureMap.store_to_map": (self._store_to_map, "AROUND"),
-            "model_executor.model_runner.ModelRunner.init_aux_hidden_state_capture": (
-                self._init_aux_hidden_state_capture,
-                "AFTER",
-            ),
-            "layers.utils.hash.murmur_hash32": (self.cpu.murmur_hash32, "AROUND"),
-            "model_executor.cuda_graph_runner.CudaGraphRunner.can_run": (
-                self._can_run_graph,
-                "AROUND",
-            ),
-        }
+    save_remote_model = around(f"{_UPDATER}.save_remote_model")(Hooks.save_remote_model)
+    stream_output = around(f"{_MIXIN}.stream_output_generation")(Hooks.stream_output)
+    keep_prompt_logprobs = before(f"{_MIXIN}.process_batch_result_prefill")(
+        Hooks.keep_prompt_logprobs
+    )
+    murmur_hash32 = around("layers.utils.hash.murmur_hash32", always=True)(Hooks.murmur_hash32)
 
-    def front_table(self) -> Table:
-        """Return the hooks of the HTTP server."""
-        key = "entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key"
-        return super().front_table() | {key: (self._compute_extra_key, "AROUND")}
-
+    @around(f"{_ALGORITHM}.from_string", always=True)
     def _from_string(self, original: Callable[..., Any], cls: type, name: str | None) -> Any:
         is_ours = name is not None and name.upper() == NAME
         return Algorithm(self.check) if is_ours else original(cls, name)
 
+    @after("server_args.ServerArgs.add_cli_args", always=True)
     def _add_cli_args(self, result: None, parser: Any) -> None:
         (action,) = (a for a in parser._actions if a.dest == "speculative_algorithm")
         if NAME not in action.choices:
             action.choices = [*action.choices, NAME]
 
+    @before("server_args.ServerArgs.__post_init__", always=True)
     def _post_init(self, their: Any) -> None:
         if is_chosen(their):
             settings.refuse_flags(their)
 
+    @after("server_args.ServerArgs._handle_speculative_decoding", always=True)
     def _handle_speculative_decoding(self, result: None, their: Any) -> None:
-        try:
+        with refusing_start():
             if settings.repairs(their):
                 self.check()
                 self.check_repair()
@@ -130,9 +98,8 @@ class Hooks0511(Hooks):
                         fix="use SGLang 0.5.23, or serve a merged model: here NGRAM alone has them",
                     )
                 settings.apply(their)
-        except Unsupported as error:
-            raise SystemExit(f"outrider: {error}") from error
 
+    @around("server_args.ServerArgs._handle_gpu_memory_settings", always=True)
     def _handle_gpu_memory_settings(
         self, original: Callable[..., Any], their: Any, gpu_mem: Any
     ) -> Any:
@@ -142,22 +109,26 @@ class Hooks0511(Hooks):
             memory.reserve(their, gpu_mem)
         return result
 
+    @after(f"{_ALGORITHM}.create_worker", always=True)
     def _create_worker(self, result: type, their: Any, server_args: Any) -> None:
         if settings.repairs(server_args):
             # SGLang's schedulers are processes of their own: the launcher's check is not theirs
             self.check_repair()
             rocm.repair()
 
+    @after("model_executor.model_runner.ModelRunner.init_aux_hidden_state_capture", always=True)
     def _init_aux_hidden_state_capture(self, result: None, their: Any) -> None:
         if not their.is_draft_worker and is_chosen(their.server_args):
             from outrider.engines.sglang.drafts.heads import capture_states
 
             capture_states(their, self.version)
 
+    @after("managers.schedule_batch.ScheduleBatch.get_model_worker_batch", always=True)
     def _model_worker_batch(self, result: Any, their: Any, seq_lens_cpu_cache: Any = None) -> None:
         if isinstance(their.spec_algorithm, Algorithm):
             result.outrider_batch = their  # workers are given no more than the result
 
+    @around(f"{_MIXIN}._resolve_spec_overlap_token_ids", always=True)
     def _resolve_tokens(
         self, original: Callable[..., Any], their: Any, result: Any, batch: Any
     ) -> Any:
@@ -165,18 +136,12 @@ class Hooks0511(Hooks):
             return their.draft_worker.resolve(result, batch)
         return original(their, result, batch)
 
-    def _resolve_future(
-        self, original: Callable[..., Any], their: Any, model_worker_batch: Any
-    ) -> Any:
+    @around(f"{_FUTURES}.resolve_future", f"{_FUTURES}.store_to_map", always=True)
+    def _relay(self, original: Callable[..., Any], their: Any, *args: Any, **kwargs: Any) -> Any:
         # ours keeps what the next step needs itself
-        is_ours = isinstance(their.spec_algo, Algorithm)
-        return None if is_ours else original(their, model_worker_batch)
-
-    def _store_to_map(
-        self, original: Callable[..., Any], their: Any, *args: Any, **kwargs: Any
-    ) -> Any:
         return None if isinstance(their.spec_algo, Algorithm) else original(their, *args, **kwargs)
 
+    @around("model_executor.cuda_graph_runner.CudaGraphRunner.can_run", always=True)
     def _can_run_graph(self, original: Any, their: Any, forward_batch: Any) -> bool:
         """Keep TARGET_VERIFY out of the graphs of plain decoding, which have one row a request."""
         is_ours = isinstance(their.model_runner.spec_algorithm, Algorithm)
@@ -184,9 +149,8 @@ class Hooks0511(Hooks):
             return False
         return bool(original(their, forward_batch))
 
+    @around("entrypoints.openai.serving_base.OpenAIServingBase._compute_extra_key", front=True)
     def _compute_extra_key(self, original: Callable[..., Any], their: Any, request: Any) -> Any:
         """Keep `cache_salt` and `extra_key` apart: SGLang joins "a", "bc" like "ab", "c"."""
         key, salt = original(their, request), getattr(request, "cache_salt", None)
-        if not salt or self.chosen_args() is None:
-            return key
-        return f"{len(salt)}:{key}"
+        return f"{len(salt)}:{key}" if salt else key

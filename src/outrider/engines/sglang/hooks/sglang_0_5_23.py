@@ -9,21 +9,26 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from outrider.core import Unsupported
 from outrider.engines.sglang.arguments import settings
-from outrider.engines.sglang.arguments.chosen import NAME, is_chosen
+from outrider.engines.sglang.arguments.chosen import NAME, is_chosen, refusing_start
 from outrider.engines.sglang.hooks.common import Hooks
-from outrider.engines.sglang.hooks.laying import Table
+from outrider.engines.sglang.hooks.laying import after, around, before
 from outrider.serving.profile import MODEL, REPAIR_VARIABLE
 
 _PROCESSOR = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-_ALIAS = "arg_groups.speculative_hook._resolve_speculative_algorithm_alias"
 _UPDATER = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _STREAMER = "managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 
 
 class Hooks0523(Hooks):
-    """What SGLang 0.5.23 is hooked by. AROUND gets the original first, AFTER its result."""
+    """What SGLang 0.5.23 is hooked by."""
+
+    save_remote_model = around(f"{_UPDATER}.save_remote_model")(Hooks.save_remote_model)
+    stream_output = around(f"{_STREAMER}._stream_output_generation")(Hooks.stream_output)
+    keep_prompt_logprobs = before(f"{_PROCESSOR}.process_batch_result_prefill")(
+        Hooks.keep_prompt_logprobs
+    )
+    murmur_hash32 = around("layers.sampler.murmur_hash32", always=True)(Hooks.murmur_hash32)
 
     def register(self) -> None:
         """Register the algorithm."""
@@ -39,11 +44,9 @@ class Hooks0523(Hooks):
 
     def apply_settings(self, server_args: Any) -> None:
         """Check and complete the server's arguments. server_args: SGLang's, to be written to"""
-        try:
+        with refusing_start():
             self.check_contract()
             settings.apply(server_args)
-        except Unsupported as error:
-            raise SystemExit(f"outrider: {error}") from error
 
     def worker_for(self, server_args: Any) -> type:
         """Return our worker, having made sure that all hooks hold."""
@@ -52,46 +55,14 @@ class Hooks0523(Hooks):
 
         return Worker0523
 
-    def table(self) -> Table:
-        """Return the hooks, by name."""
-        return {
-            **super().table(),
-            "server_args.ServerArgs.resolve_once": (self._resolve_once, "BEFORE"),
-            "speculative.spec_utils.spec_prepare_for_decode": (self._prepare_for_decode, "AROUND"),
-            "sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward": (
-                self._copy_for_forward,
-                "AFTER",
-            ),
-            f"{_PROCESSOR}.process_batch_result_prefill": (self.keep_prompt_logprobs, "BEFORE"),
-            f"{_PROCESSOR}._resolve_spec_v2_tokens": (self._resolve_tokens, "AROUND"),
-            "session.streaming_session.StreamingSession._trim_overshoot": (
-                self._trim_overshoot,
-                "AFTER",
-            ),
-            f"{_UPDATER}.save_remote_model": (self.save_remote_model, "AROUND"),
-            f"{_STREAMER}._stream_output_generation": (self.stream_output, "AROUND"),
-            "model_executor.runner.eager_runner.get_eager_max_batch_size": (
-                self._eager_batch_size,
-                "AROUND",
-            ),
-            _ALIAS: (self._algorithm_alias, "AROUND"),
-            "arg_groups.boundary_reduction.resolve_boundary_reduction": (
-                self._boundary_reduction,
-                "AROUND",
-            ),
-            "arg_groups.lora_hook.check_lora_speculative_compatibility": (
-                self._check_lora,
-                "AROUND",
-            ),
-            "layers.sampler.murmur_hash32": (self.cpu.murmur_hash32, "AROUND"),
-        }
-
+    @before("server_args.ServerArgs.resolve_once", always=True)
     def _resolve_once(self, their: Any, *args: Any, **kwargs: Any) -> None:
         if os.environ.get(REPAIR_VARIABLE):
             raise SystemExit(f"outrider: {REPAIR_VARIABLE} is for SGLang 0.5.11; unset it")
         if is_chosen(their):
             settings.refuse_flags(their)
 
+    @around("speculative.spec_utils.spec_prepare_for_decode", always=True)
     def _prepare_for_decode(self, original: Callable[..., Any], batch: Any) -> Any:
         from outrider.engines.sglang.carried import Carried
 
@@ -99,23 +70,23 @@ class Hooks0523(Hooks):
             return batch.spec_info.prepare_for_decode(batch)
         return original(batch)
 
+    @after("sampling.sampling_batch_info.SamplingBatchInfo.copy_for_forward")
     def _copy_for_forward(self, result: Any, their: Any) -> None:
-        if self.chosen_args() is not None:
-            result.outrider_source = their  # workers are given no more than the result
+        result.outrider_source = their  # workers are given no more than the result
 
+    @around(f"{_PROCESSOR}._resolve_spec_v2_tokens", always=True)
     def _resolve_tokens(
         self, original: Callable[..., Any], their: Any, result: Any, batch: Any
     ) -> Any:
         settle = getattr(their.model_worker, "settle_tokens", None)
         return original(their, result, batch) if settle is None else settle(their, result, batch)
 
+    @around("model_executor.runner.eager_runner.get_eager_max_batch_size")
     def _eager_batch_size(self, original: Callable[..., Any], max_batch_size: int) -> Any:
         """Make room for a row for each draft: SGLang makes room for a row for each request."""
-        args = self.chosen_args()
-        if args is None:
-            return original(max_batch_size)
-        return original(max_batch_size * args.speculative_num_draft_tokens)
+        return original(max_batch_size * self.chosen_args().speculative_num_draft_tokens)
 
+    @around("arg_groups.speculative_hook._resolve_speculative_algorithm_alias", always=True)
     def _algorithm_alias(
         self, original: Callable[..., Any], speculative_algorithm: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -124,10 +95,12 @@ class Hooks0523(Hooks):
             return speculative_algorithm
         return original(speculative_algorithm, *args, **kwargs)
 
+    @around("arg_groups.lora_hook.check_lora_speculative_compatibility", always=True)
     def _check_lora(self, original: Callable[..., Any], server_args: Any) -> Any:
         """Let rows have the adapters of their requests: SGLang knows its own algorithms only."""
         return None if is_chosen(server_args) else original(server_args)
 
+    @around("arg_groups.boundary_reduction.resolve_boundary_reduction", always=True)
     def _boundary_reduction(self, original: Callable[..., Any], view: Any) -> Any:
         """Keep a head from SGLang, as above."""
         from outrider.engines.sglang.drafts.heads import draft_kind
@@ -136,12 +109,12 @@ class Hooks0523(Hooks):
             view = _WithoutDraft(view)
         return original(view)
 
+    @after("session.streaming_session.StreamingSession._trim_overshoot")
     def _trim_overshoot(self, result: None, their: Any, req: Any, finished_len: int) -> None:
         """Keep in a session only what is cached: SGLang would keep all reserved slots."""
-        if self.chosen_args() is not None:
-            kv = req.kv
-            their._free_kv_aligned(kv, kv.kv_committed_len, kv.kv_allocated_len)
-            kv.kv_allocated_len = min(kv.kv_allocated_len, kv.kv_committed_len)
+        kv = req.kv
+        their._free_kv_aligned(kv, kv.kv_committed_len, kv.kv_allocated_len)
+        kv.kv_allocated_len = min(kv.kv_allocated_len, kv.kv_committed_len)
 
 
 class _WithoutDraft:
@@ -163,13 +136,10 @@ def _algorithm_class() -> Any:
     class NoRelay(FutureMap):
         """Relays nothing: the worker has what the next step needs, and waits if it must."""
 
-        def resolve_seq_lens_cpu(self, batch: Any, stream_ordered: bool = False) -> None:
-            """Do nothing."""
-
         def publish(self, *args: Any, **kwargs: Any) -> None:
             """Do nothing."""
 
-        stash = _resolve_spec_extras = publish
+        stash = resolve_seq_lens_cpu = _resolve_spec_extras = publish
 
     class Algorithm(CustomSpecAlgo):
         """What SGLang asks about ours.

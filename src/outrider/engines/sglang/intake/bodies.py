@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+import traceback
 from typing import Any
 
 from outrider.engines.sglang.intake.fields import shown
@@ -19,7 +19,7 @@ def refuse_unread(app: Any) -> None:
     from fastapi.responses import JSONResponse
 
     async def answer(request: Any, error: Exception) -> Any:
-        if not _was_reading(error.__traceback__):
+        if not _was_reading(error):
             raise error
         message = f"the request cannot be read ({shown(f'{type(error).__name__}: {error}')})"
         found = {"object": "error", "message": message, "type": "BadRequestError", "code": 400}
@@ -30,10 +30,6 @@ def refuse_unread(app: Any) -> None:
     app.middleware_stack = None  # it is built again, with these
 
 
-def _was_reading(trace: TracebackType | None) -> bool:
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if code.co_name == READS and "fastapi" in code.co_filename:
-            return True
-        trace = trace.tb_next
-    return False
+def _was_reading(error: Exception) -> bool:
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(code.co_name == READS and "fastapi" in code.co_filename for code in codes)

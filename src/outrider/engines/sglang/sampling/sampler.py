@@ -7,7 +7,7 @@ the row's path.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -101,12 +101,13 @@ def _flagged(info: Any, kind: str) -> Any:
     return info
 
 
-_TENSORS = (
-    "next_token_top_logprobs_val",
-    "next_token_top_logprobs_idx",
-    "next_token_token_ids_logprobs_val",
-)
-_LOGPROBS = ("next_token_top_logprobs", "next_token_token_ids_logprobs")
+LOGPROB_LISTS: dict[str, Callable[[], Any]] = {
+    "next_token_top_logprobs_val": lambda: torch.empty(0),
+    "next_token_top_logprobs_idx": lambda: torch.empty(0, dtype=torch.int64),
+    "next_token_token_ids_logprobs_val": lambda: torch.empty(0),
+    "next_token_token_ids_logprobs_idx": list,
+}
+"""What a row may have beside its token's logprob, and what stands for none."""
 
 
 def _merge_logprobs(output: Any, parts: list[tuple[list[int], Any]], total: int) -> None:
@@ -117,7 +118,7 @@ def _merge_logprobs(output: Any, parts: list[tuple[list[int], Any]], total: int)
     output.next_token_logprobs = first.new_empty(total)
     for rows, part in parts:
         output.next_token_logprobs[rows] = part.next_token_logprobs
-    for name in (f"{stem}_{end}" for stem in _LOGPROBS for end in ("val", "idx")):
+    for name in LOGPROB_LISTS:
         if all(getattr(part, name) is None for _, part in parts):
             continue
         merged: list[Any] = [[]] * total
@@ -133,9 +134,9 @@ def _mend_logprobs(output: Any) -> None:
     SGLang's scheduler calls `tolist` on what its sampler leaves as a list for a row without
     `token_ids_logprob` beside one with it, and dies of it.
     """
-    for name in _TENSORS:
+    for name, nothing in LOGPROB_LISTS.items():
         values = getattr(output, name)
-        if values is not None:
+        if values is not None and nothing is not list:
             mended = [v if isinstance(v, Tensor) else torch.tensor(v) for v in values]
             setattr(output, name, mended)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from outrider.core import Ints
 from outrider.engines.sglang.versions.base import SglangVersion
+from outrider.serving.device import owners_and_places
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +50,10 @@ def rows_of(batch: Any, version: SglangVersion) -> Iterator[Rows]:
         if mode.is_target_verify():
             counts, prefixes = np.full(len(lines), batch.spec_info.draft_token_num), batch.seq_lens
         else:
-            prefixes, counts = (
-                getattr(batch, x) for x in (version.prefix_lens, version.extend_lens)
-            )
+            prefixes, counts = version.prefill_lens(batch)
         counts = ints(counts)
-        owners, positions = np.repeat(lines, counts), np.repeat(ints(prefixes), counts)
-        positions = positions + _places(counts)
+        requests, places = owners_and_places(counts)
+        owners, positions = lines[requests], ints(prefixes)[requests] + places
     tokens, slots = ints(batch.input_ids), ints(batch.out_cache_loc)
     return split_rows(owners, tokens, positions, slots, counts, parents)
 
@@ -88,10 +87,3 @@ def split_rows(
             own = tokens[part][kept], positions[part][kept], slots[part][kept]
             yield Rows(int(lines[first]), *own, before)
         first += count
-
-
-def _places(counts: Ints) -> Ints:
-    """Return the place of each row among its request's, if each has so many."""
-    starts = np.cumsum(counts) - counts
-    places: Ints = np.arange(int(counts.sum())) - np.repeat(starts, counts)
-    return places

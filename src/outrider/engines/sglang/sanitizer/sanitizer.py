@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import signature
@@ -31,6 +31,7 @@ import numpy as np
 
 from outrider.core import Ints, Unsupported
 from outrider.engines.sglang.arguments.chosen import NAME, is_chosen
+from outrider.engines.sglang.hooks.laying import Table
 from outrider.engines.sglang.sanitizer.pass_rows import Rows, ints, rows_of, split_rows
 from outrider.engines.sglang.sanitizer.shadow import (
     NONE,
@@ -51,8 +52,6 @@ SAY_EVERY = 2_000
 """Passes between two lines in the log that say how much was checked."""
 
 TARGET, DRAFT = "target", "draft model"
-
-Hooks = Mapping[str, tuple[Callable[..., Any], str]]
 
 
 def is_wanted() -> bool:
@@ -110,7 +109,7 @@ class Sanitizer:
         self._texts: dict[int, Text] = {}
         self._bases = {0}
 
-    def hooks(self) -> Hooks:
+    def hooks(self) -> Table:
         """Return where it looks: at passes, and at what enters the prefix cache."""
         ours = "outrider.engines.sglang."
         inserts = [f"sglang.srt.{name}.insert" for name in self._version.caches]
@@ -281,60 +280,44 @@ class Sanitizer:
             for shadow in self._shadows.values():
                 shadow.free(ints(slots))
 
-    def _clear(self) -> None:
-        self._texts.clear()
-        for shadow in self._shadows.values():
-            shadow.clear()
-
     def _watch_allocator(self) -> None:
         """See what SGLang's allocator gives and takes back."""
         allocator = self._allocator
 
-        def giving(original: Callable[..., Any]) -> Callable[..., Any]:
-            asked = signature(original)
+        def watch(name: str, see: Callable[..., Any]) -> None:
+            original = getattr(allocator, name)
+            setattr(allocator, name, wraps(original)(partial(see, original)))
 
-            @wraps(original)
-            def give(*args: Any, **options: Any) -> Any:
-                slots = original(*args, **options)
-                if slots is not None:
-                    self._take(slots, asked.bind(*args, **options).arguments.get("last_loc"))
-                return slots
+        def give(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            slots = original(*args, **options)
+            if slots is not None:
+                asked = signature(original).bind(*args, **options).arguments
+                self._take(slots, asked.get("last_loc"))
+            return slots
 
-            return give
+        def take_back(original: Callable[..., Any], slots: Any) -> Any:
+            if slots.numel() and not _is_grouping(allocator):
+                self._free(slots)
+            return original(slots)
 
-        def taking(original: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(original)
-            def take_back(slots: Any) -> Any:
-                if slots.numel() and not _is_grouping(allocator):
-                    self._free(slots)
-                return original(slots)
+        def release(original: Callable[..., Any], *pages: Any) -> Any:
+            for some in pages:
+                self._free(some * allocator.page_size)
+            return original(*pages)
 
-            return take_back
-
-        def releasing(original: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(original)
-            def release(*pages: Any) -> Any:
-                for some in pages:
-                    self._free(some * allocator.page_size)
-                return original(*pages)
-
-            return release
-
-        def clearing(original: Callable[..., Any]) -> Callable[..., Any]:
-            @wraps(original)
-            def clear() -> Any:
-                self._clear()
-                return original()
-
-            return clear
+        def clear(original: Callable[..., Any]) -> Any:
+            self._texts.clear()
+            for shadow in self._shadows.values():
+                shadow.clear()
+            return original()
 
         for name in ("alloc", "alloc_extend", "alloc_decode"):
-            setattr(allocator, name, giving(getattr(allocator, name)))
-        allocator.clear = clearing(allocator.clear)
+            watch(name, give)
+        watch("clear", clear)
         if hasattr(allocator, "_release_page_ids"):  # the way of all pages in 0.5.23
-            allocator._release_page_ids = releasing(allocator._release_page_ids)
+            watch("_release_page_ids", release)
         else:
-            allocator.free = taking(allocator.free)
+            watch("free", take_back)
 
 
 def _check_lengths(settled: Any, step: Any) -> None:

@@ -41,30 +41,23 @@ def hook_target(name: str) -> str:
 def differences(contract: ModuleType) -> list[str]:
     """Return what this SGLang lacks or has otherwise than the contract says."""
     found = []
-    for name, wanted in {**contract.HOOKS, **contract.CALLS}.items():
-        try:
-            actual = _parameters(_resolve(name))
-        except (ImportError, AttributeError) as error:
-            found.append(f"{name} is missing: {error}")
-            continue
-        if wanted != "*" and actual != wanted.split():
-            found.append(f"{name}({', '.join(actual)}) was ({', '.join(wanted.split())})")
-    for name, wanted in contract.FIELDS.items():
-        try:
-            fields = _fields(_resolve(name))
-        except (ImportError, AttributeError) as error:
-            found.append(f"{name} is missing: {error}")
-            continue
-        if missing := [field for field in wanted.split() if field not in fields]:
-            found.append(f"{name} lacks {', '.join(missing)}")
-    for name, wanted in contract.ATTRIBUTES.items():
-        try:
-            source = inspect.getsource(_resolve(name))
-        except (ImportError, AttributeError, OSError) as error:
-            found.append(f"{name} is missing: {error}")
-            continue
-        if missing := [a for a in wanted.split() if not re.search(rf"self\.{a}\b", source)]:
-            found.append(f"{name} lacks {', '.join(missing)}")
+    for names, look in (
+        (contract.HOOKS | contract.CALLS, _parameters),
+        (contract.FIELDS, _fields),
+        (contract.ATTRIBUTES, _attributes),
+    ):
+        for name, listed in names.items():
+            wanted = listed.split()
+            try:
+                actual = look(_resolve(name))
+            except (ImportError, AttributeError, OSError) as error:
+                found.append(f"{name} is missing: {error}")
+                continue
+            if look is _parameters:
+                if wanted not in (["*"], actual):
+                    found.append(f"{name}({', '.join(actual)}) was ({', '.join(wanted)})")
+            elif missing := [field for field in wanted if field not in actual]:
+                found.append(f"{name} lacks {', '.join(missing)}")
     return found
 
 
@@ -107,9 +100,8 @@ def _resolve(name: str) -> Any:
     """Return the object of this name. A module that cannot be imported says why."""
     parts = (_SRT + name).split(".")
     for i, part in enumerate(parts):
-        if (
-            part.lstrip("_")[:1].isupper() or i == len(parts) - 1
-        ):  # a class, or a function of the module
+        # a class, or a function of the module
+        if part.lstrip("_")[:1].isupper() or i == len(parts) - 1:
             target = import_module(".".join(parts[:i]))
             break
     for part in parts[i:]:
@@ -117,9 +109,14 @@ def _resolve(name: str) -> Any:
     return target
 
 
-def _fields(target: Any) -> Any:
+def _fields(target: Any) -> list[str]:
     """Return the names of the fields of a dataclass, or of a struct of msgspec's."""
-    return getattr(target, "__struct_fields__", None) or target.__dataclass_fields__
+    return [*(getattr(target, "__struct_fields__", None) or target.__dataclass_fields__)]
+
+
+def _attributes(target: Any) -> list[str]:
+    """Return the names of the attributes of `self` in a class."""
+    return re.findall(r"self\.(\w+)", inspect.getsource(target))
 
 
 def _parameters(target: Any) -> list[str]:

@@ -7,15 +7,17 @@ from typing import Any
 from torch import Tensor
 
 from outrider.engines.sglang.versions import contract_0_5_11 as contract
+from outrider.engines.sglang.versions.base import SglangVersion
 
 
-class Sglang0511:
+class Sglang0511(SglangVersion):
     """SGLang 0.5.11."""
 
     contract = contract
     accepted = "spec_accepted_drafts"
     caches = ("mem_cache.radix_cache.RadixCache",)
     prefix_lens, extend_lens = "extend_prefix_lens", "extend_seq_lens"
+    graph_runner = "graph_runner"
 
     def arguments(self, server_args: Any) -> Any:
         """Return them: SGLang completes them in place."""
@@ -108,7 +110,3 @@ class Sglang0511:
         if states:
             batch.capture_hidden_mode = CaptureHiddenMode.FULL
         return worker.forward_batch_generation(batch, is_verify=is_verify)
-
-    def graph_sizes(self, runner: Any) -> tuple[int, ...]:
-        """Return the numbers of rows for which there are graphs."""
-        return tuple(getattr(getattr(runner, "graph_runner", None), "capture_bs", ()))

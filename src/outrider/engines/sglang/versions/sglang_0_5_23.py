@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from outrider.engines.sglang.versions import contract_0_5_23 as contract
+from outrider.engines.sglang.versions.base import SglangVersion
 
 
-class Sglang0523:
+class Sglang0523(SglangVersion):
     """SGLang 0.5.23."""
 
     contract = contract
     accepted = "spec_num_correct_drafts"
     caches = ("mem_cache.radix_cache.RadixCache", "mem_cache.unified_radix_cache.UnifiedRadixCache")
     prefix_lens, extend_lens = "prefix_lens", "extend_lens"
+    graph_runner = "decode_cuda_graph_runner"
 
     def __init__(self) -> None:
         self._view: tuple[Any, Any] = None, None
@@ -136,8 +138,3 @@ class Sglang0523:
 
         mode = CaptureHiddenMode.FULL if states else None
         return worker.forward_batch_generation(batch, is_verify=is_verify, capture_hidden_mode=mode)
-
-    def graph_sizes(self, runner: Any) -> tuple[int, ...]:
-        """Return the numbers of rows for which there are graphs."""
-        graphs = getattr(runner, "decode_cuda_graph_runner", None)
-        return tuple(getattr(graphs, "capture_bs", ()))

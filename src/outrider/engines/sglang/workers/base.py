@@ -9,7 +9,7 @@ scheduler what a step emitted when it asks (`resolve`).
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,13 +18,12 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.utils.common import freeze_gc
 
 from outrider.control.decision import Limits
-from outrider.core import Unsupported
 from outrider.engines.sglang.answers.reported import add_record, count_step
-from outrider.engines.sglang.arguments.chosen import ATTENTION_BACKEND
+from outrider.engines.sglang.arguments.chosen import ATTENTION_BACKEND, refusing_start
 from outrider.engines.sglang.arguments.memory import num_penalties
 from outrider.engines.sglang.arguments.settings import check_model, verify_pass
 from outrider.engines.sglang.attention.backend import OutriderAttention
-from outrider.engines.sglang.batches import SglangBatch, copied_rows, kind_groups
+from outrider.engines.sglang.batches import SglangBatch, copied_rows
 from outrider.engines.sglang.carried import Carried
 from outrider.engines.sglang.drafts.draft_model import SglangDraftModel
 from outrider.engines.sglang.drafts.heads import draft_kind, head_sources, load_heads
@@ -32,7 +31,6 @@ from outrider.engines.sglang.drafts.slot_heads import SglangHead, SlotHead
 from outrider.engines.sglang.engine import SglangEngine
 from outrider.engines.sglang.finish import attach_hidden, has_left, order_logprobs
 from outrider.engines.sglang.requests import Describer
-from outrider.engines.sglang.sampling.sampler import sampling_kind
 from outrider.engines.sglang.slots import Slots
 from outrider.engines.sglang.verify_pass import VerifyPass
 from outrider.engines.sglang.versions.base import SglangVersion
@@ -98,10 +96,8 @@ class OutriderWorker:
             # a tree's slots change places, and those of a page must not
             trees=isinstance(runner.attn_backend, OutriderAttention) and runner.page_size == 1,
         )
-        try:
+        with refusing_start():
             self._make_drafters(profile, args, draft_worker)
-        except Unsupported as error:
-            raise SystemExit(f"outrider: {error}") from error
         describe = Describer(self._names, profile, args, self._pool.fallbacks)
         self._options = describe.options
         self._table = RequestTable(describe, self._pool)
@@ -164,10 +160,8 @@ class OutriderWorker:
 
     def _begin_verify(self, profile: Profile, args: Any) -> None:
         """Choose how drafts are verified."""
-        try:
+        with refusing_start():
             found = verify_pass(profile.verify_pass, args, self.model_runner.sliding_window_size)
-        except Unsupported as error:
-            raise SystemExit(f"outrider: {error}") from error
         verify, width = None, args.speculative_num_draft_tokens
         if found == "target_verify" or (found == "auto" and self._pool.control is not None):
             most = int(self.model_config.context_len)
@@ -235,8 +229,7 @@ class OutriderWorker:
         if plain.forward_mode.is_idle():
             result = self._engine.run_target(plain, is_verify=False)
         else:
-            kinds = [sampling_kind(req.sampling_params) for req in plain.reqs]
-            result = self._engine.run_prefill(own, kind_groups(kinds, plain.seq_lens.device))
+            result = self._engine.run_prefill(own)
             self._prefill_drafts(plain)
             self._step.meanwhile()
             lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in plain.reqs]
@@ -303,14 +296,14 @@ class OutriderWorker:
             reqs = plain.reqs[:1] * count
             return copied_rows(plain, tokens, index, positions, slots[:count], reqs=reqs)
 
-        def target(count: int) -> torch.Tensor:
-            logits: torch.Tensor = self._engine.run_target(
-                rows(count)
-            ).logits_output.next_token_logits
-            return logits
+        def timed(run: Callable[[Any], torch.Tensor]) -> Callable[[int], torch.Tensor]:
+            return lambda count: run(rows(count))
+
+        def run_target(batch: Any) -> Any:
+            return self._engine.run_target(batch).logits_output.next_token_logits
 
         assert self._pool.control is not None
-        models = [partial(_run, model.run, rows) for model in self._pool.timed_models()]
+        target, models = timed(run_target), [timed(m.run) for m in self._pool.timed_models()]
         try:
             # of pages, only whole ones are given
             calibrate(self._pool.control, self._ranks, target, models, len(slots))
@@ -330,11 +323,6 @@ class OutriderWorker:
         """Give the target new weights: SGLang 0.5.11 leaves that to its draft worker."""
         done: tuple[bool, str] = self._target_worker.update_weights_from_tensor(recv_req)
         return done
-
-
-def _run(run: Any, rows: Any, count: int) -> torch.Tensor:
-    logits: torch.Tensor = run(rows(count))
-    return logits
 
 
 def is_prefill_only(self: Any) -> bool:

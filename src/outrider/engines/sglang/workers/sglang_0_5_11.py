@@ -13,32 +13,11 @@ from outrider.engines.sglang.workers.base import OutriderWorker
 class Worker0511(OutriderWorker):
     """What the scheduler of 0.5.11 calls."""
 
-    def __init__(
-        self,
-        server_args: Any,
-        gpu_id: int,
-        tp_rank: int,
-        dp_rank: int | None,
-        moe_ep_rank: int,
-        attn_cp_rank: int,
-        moe_dp_rank: int,
-        nccl_port: int,
-        target_worker: Any,
-    ) -> None:
+    def __init__(self, *, server_args: Any, target_worker: Any, **place: Any) -> None:
+        # place: the device, the port and the ranks, as SGLang's own workers take them
         self._load(Sglang0511(), target_worker, server_args)
-        draft = make_draft_worker(
-            self.version,
-            target_worker,
-            server_args,
-            gpu_id=gpu_id,
-            tp_rank=tp_rank,
-            dp_rank=dp_rank,
-            moe_ep_rank=moe_ep_rank,
-            attn_cp_rank=attn_cp_rank,
-            moe_dp_rank=moe_dp_rank,
-            nccl_port=nccl_port,
-        )
-        self._begin(draft, tp_rank, dp_rank)
+        draft = make_draft_worker(self.version, target_worker, server_args, **place)
+        self._begin(draft, place["tp_rank"], place["dp_rank"])
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens
         # the scheduler looks for a draft model's cache here
         self.draft_worker = SimpleNamespace(draft_runner=self.model_runner)
