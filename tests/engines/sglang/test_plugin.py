@@ -13,11 +13,13 @@ from types import SimpleNamespace
 import pytest
 import sglang
 from server import ENVIRONMENT
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from outrider import __version__
 from outrider.core import Unsupported
 from outrider.engines.sglang import plugin
 from outrider.engines.sglang.arguments import settings
@@ -98,17 +100,42 @@ def test_twin_other_names_are_found():
     [
         ("HOOKS", "server_args.ServerArgs.no_such_method", "self", "is missing"),
         ("CALLS", "layers.sampler.multinomial_with_seed", "logprobs", "was (logprobs)"),
+        ("NAMES", "managers.schedule_batch.NO_SUCH_REASON", "", "NO_SUCH_REASON is missing"),
         ("FIELDS", "managers.utils.GenerationBatchResult", "no_such_field", "lacks no_such_field"),
         ("ATTRIBUTES", "managers.schedule_batch.Req", "rid no_such_thing", "lacks no_such_thing"),
     ],
 )
 def test_twin_a_changed_host_is_seen(table, name, parameters, said, monkeypatch):
     known = known_version().contract
-    monkeypatch.setitem(getattr(known, table), name, parameters)
+    if table == "NAMES":
+        monkeypatch.setattr(known, table, (*known.NAMES, name))
+    else:
+        monkeypatch.setitem(getattr(known, table), name, parameters)
     assert any(said in line for line in contract.differences(known))
     version = sglang.__version__
     with pytest.raises(SystemExit, match=f"(?s)differs from the {version}.*found SGLang {version}"):
         plugin.installed_hooks().check_contract()
+
+
+def test_a_version_with_the_same_names_would_be_served_and_one_changed_name_is_said(monkeypatch):
+    """What a next version of SGLang meets: the adapter and the hooks of the newest one."""
+    known = known_version().contract
+    names = SimpleNamespace(**vars(known) | {"VERSION": "0.5.99"})
+    monkeypatch.setattr(sglang, "__version__", "0.5.99")
+    monkeypatch.setitem(contract.CONTRACTS, "0.5.99", names)
+    made, hooks = plugin.HOOKS[known.VERSION]
+    next_one = type("Sglang0599", (made,), {"contract": names})
+    monkeypatch.setitem(plugin.HOOKS, "0.5.99", (next_one, hooks))
+    plugin.installed_hooks().check_contract()
+    monkeypatch.setattr(Req, "finished", lambda self, when: None)
+    with pytest.raises(SystemExit) as stopped:
+        plugin.installed_hooks().check_contract()
+    assert str(stopped.value).splitlines() == [
+        "outrider: this SGLang differs from the 0.5.99 that Outrider knows",
+        "  - sglang.srt.managers.schedule_batch.Req.finished(self, when) was (self)",
+        f"found SGLang 0.5.99, Outrider {__version__}: install SGLang 0.5.99 again: this one was "
+        "changed, or leave --speculative-algorithm OUTRIDER out",
+    ]
 
 
 def test_another_version_is_not_known(monkeypatch):
@@ -131,7 +158,8 @@ def prepared(model, *flags, first=""):
         f"import sglang; {first}\n"
         "from sglang.srt.plugins import load_plugins; load_plugins()\n"
         "from sglang.srt.server_args import prepare_server_args\n"
-        f"prepare_server_args([*{flags}, '--speculative-algorithm', 'OUTRIDER'])"
+        f"args = prepare_server_args([*{flags}, '--speculative-algorithm', 'OUTRIDER'])\n"
+        "getattr(args, 'resolve_once', bool)()"  # from 0.5.20 on the server completes them later
     )
     environment = {**os.environ, **ENVIRONMENT}
     command = [sys.executable, "-c", code]

@@ -16,11 +16,11 @@ from outrider.engines.sglang.versions.base import SglangVersion
 from outrider.engines.sglang.versions.sglang_0_5_11 import Sglang0511
 from outrider.engines.sglang.versions.sglang_0_5_23 import Sglang0523
 
-KNOWN: dict[str, tuple[type[SglangVersion], type[Hooks]]] = {
-    "0.5.11": (Sglang0511, Hooks0511),
-    "0.5.23": (Sglang0523, Hooks0523),
+HOOKS: dict[str, tuple[type[SglangVersion], type[Hooks]]] = {
+    version.contract.VERSION: (version, hooks)
+    for version, hooks in ((Sglang0511, Hooks0511), (Sglang0523, Hooks0523))
 }
-"""The versions that we know, and what each is hooked by."""
+"""What each version that we know is hooked by: those in `contract.CONTRACTS`."""
 
 
 def register() -> None:
@@ -45,7 +45,7 @@ def installed_hooks() -> Hooks | None:
     known = contract.known_contract()
     if known is None:
         return None
-    make_version, make_hooks = KNOWN[known.VERSION]
+    make_version, make_hooks = HOOKS[known.VERSION]
     version = make_version()
     return make_hooks(version, load_here, Sanitizer(version).hooks() if is_wanted() else {})
 

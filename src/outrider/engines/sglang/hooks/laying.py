@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 from outrider import __version__
 from outrider.engines.sglang.arguments.chosen import NAME, chosen_args
 from outrider.engines.sglang.versions.base import SglangVersion
-from outrider.engines.sglang.versions.contract import VERSIONS, hook_target
+from outrider.engines.sglang.versions.contract import CONTRACTS, VERSIONS, hook_target
 
 Hook = tuple[Callable[..., Any], str]
 """What is called, and how: BEFORE, AFTER or AROUND what it hooks."""
@@ -115,10 +115,11 @@ class HookTable:
 
 def stop(what: str, *details: str, instead: str) -> NoReturn:
     """Stop the server, and say why."""
-    import sglang
+    from sglang import __version__ as found
 
     lines = "".join(f"\n  - {detail}" for detail in details)
+    wanted = f"{found} again: this one was changed" if found in CONTRACTS else VERSIONS
     raise SystemExit(
-        f"outrider: {what}{lines}\nfound SGLang {sglang.__version__}, Outrider {__version__}: "
-        f"install SGLang {VERSIONS}, or {instead}"
+        f"outrider: {what}{lines}\nfound SGLang {found}, Outrider {__version__}: "
+        f"install SGLang {wanted}, or {instead}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from outrider.core import Unsupported
@@ -27,8 +28,8 @@ class Algorithm:
 
     name = NAME
 
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
 
     def is_none(self) -> bool:
         """Say no: there is a worker of ours."""
@@ -44,12 +45,12 @@ class Algorithm:
 
     is_eagle = is_eagle3 = is_dflash = is_standalone = is_ngram = is_speculative
 
-    def create_worker(self, server_args: Any) -> type:
+    def create_worker(self, server_args: Any) -> Callable[..., Any]:
         """Return our worker, having made sure that all hooks hold."""
-        self._check()
+        self._hooks.check()
         from outrider.engines.sglang.workers.sglang_0_5_11 import Worker0511
 
-        return Worker0511
+        return partial(Worker0511, self._hooks.version)
 
 
 class Hooks0511(Hooks):
@@ -65,7 +66,7 @@ class Hooks0511(Hooks):
     @around(f"{_ALGORITHM}.from_string", always=True)
     def _from_string(self, original: Callable[..., Any], cls: type, name: str | None) -> Any:
         is_ours = name is not None and name.upper() == NAME
-        return Algorithm(self.check) if is_ours else original(cls, name)
+        return Algorithm(self) if is_ours else original(cls, name)
 
     @after("server_args.ServerArgs.add_cli_args", always=True)
     def _add_cli_args(self, result: None, parser: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from outrider.engines.sglang.arguments import settings
@@ -48,12 +49,12 @@ class Hooks0523(Hooks):
             self.check_contract()
             settings.apply(server_args)
 
-    def worker_for(self, server_args: Any) -> type:
+    def worker_for(self, server_args: Any) -> Callable[..., Any]:
         """Return our worker, having made sure that all hooks hold."""
         self.check()
         from outrider.engines.sglang.workers.sglang_0_5_23 import Worker0523
 
-        return Worker0523
+        return partial(Worker0523, self.version)
 
     @before("server_args.ServerArgs.resolve_once", always=True)
     def _resolve_once(self, their: Any, *args: Any, **kwargs: Any) -> None:

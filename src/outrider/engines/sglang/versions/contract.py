@@ -19,9 +19,9 @@ from outrider.engines.sglang.versions import contract_0_5_11, contract_0_5_23
 CONTRACTS: dict[str, ModuleType] = {
     known.VERSION: known for known in (contract_0_5_11, contract_0_5_23)
 }
-"""The versions that we know."""
+"""The versions that we know, the newest last."""
 
-VERSIONS, NEWEST = " or ".join(CONTRACTS), max(CONTRACTS)
+VERSIONS, NEWEST = " or ".join(CONTRACTS), [*CONTRACTS][-1]
 
 _SRT = "sglang.srt."
 
@@ -43,6 +43,7 @@ def differences(contract: ModuleType) -> list[str]:
     found = []
     for names, look in (
         (contract.HOOKS | contract.CALLS, _parameters),
+        (dict.fromkeys(contract.NAMES, ""), lambda _: []),
         (contract.FIELDS, _fields),
         (contract.ATTRIBUTES, _attributes),
     ):
@@ -51,13 +52,13 @@ def differences(contract: ModuleType) -> list[str]:
             try:
                 actual = look(_resolve(name))
             except (ImportError, AttributeError, OSError) as error:
-                found.append(f"{name} is missing: {error}")
+                found.append(f"{_SRT}{name} is missing: {error}")
                 continue
             if look is _parameters:
                 if wanted not in (["*"], actual):
-                    found.append(f"{name}({', '.join(actual)}) was ({', '.join(wanted)})")
+                    found.append(f"{_SRT}{name}({', '.join(actual)}) was ({', '.join(wanted)})")
             elif missing := [field for field in wanted if field not in actual]:
-                found.append(f"{name} lacks {', '.join(missing)}")
+                found.append(f"{_SRT}{name} lacks {', '.join(missing)}")
     return found
 
 

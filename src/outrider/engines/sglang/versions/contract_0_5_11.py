@@ -90,6 +90,9 @@ CALLS: dict[str, str] = common.CALLS | {
 }
 """What we call, with its parameters."""
 
+NAMES = common.NAMES
+"""What we import, override or call without parameters."""
+
 FIELDS: dict[str, str] = common.extended(
     common.FIELDS,
     {

@@ -106,6 +106,16 @@ CALLS: dict[str, str] = common.CALLS | {
 }
 """What we call, with its parameters."""
 
+NAMES: tuple[str, ...] = (
+    *common.NAMES,
+    "layers.attention.base_attn_backend.SharedReadEnds",
+    "speculative.spec_registry.CustomSpecAlgo.is_speculative",
+    "speculative.spec_info.SpeculativeAlgorithm.carries_draft_hidden_states",
+    "speculative.spec_info.SpeculativeAlgorithm.create_future_map",
+    "speculative.spec_info.SpeculativeAlgorithm.need_topk",
+)
+"""What we import, override or call without parameters."""
+
 FIELDS: dict[str, str] = common.extended(
     common.FIELDS,
     {

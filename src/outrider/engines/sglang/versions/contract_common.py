@@ -72,6 +72,18 @@ CALLS: dict[str, str] = {
 }
 """What we call, with its parameters."""
 
+NAMES: tuple[str, ...] = (
+    "constrained.base_grammar_backend.BaseGrammarObject.rollback",
+    "layers.radix_attention.AttentionType",
+    "managers.schedule_batch.FINISH_LENGTH",
+    "model_executor.forward_batch_info.CaptureHiddenMode",
+    "model_executor.forward_batch_info.ForwardMode.is_decode",
+    "model_executor.forward_batch_info.ForwardMode.is_extend",
+    "sampling.sampling_params.TOP_K_ALL",
+    "speculative.spec_info.SpecInputType",
+)
+"""What we import, override or call without parameters: it must be there."""
+
 FIELDS: dict[str, str] = {
     "managers.tokenizer_manager.ReqState": "out_list obj",
     "managers.utils.GenerationBatchResult": (

@@ -6,16 +6,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from outrider.engines.sglang.drafts.draft_model import make_draft_worker
-from outrider.engines.sglang.versions.sglang_0_5_11 import Sglang0511
+from outrider.engines.sglang.versions.base import SglangVersion
 from outrider.engines.sglang.workers.base import OutriderWorker
 
 
 class Worker0511(OutriderWorker):
     """What the scheduler of 0.5.11 calls."""
 
-    def __init__(self, *, server_args: Any, target_worker: Any, **place: Any) -> None:
+    def __init__(
+        self, version: SglangVersion, *, server_args: Any, target_worker: Any, **place: Any
+    ) -> None:
         # place: the device, the port and the ranks, as SGLang's own workers take them
-        self._load(Sglang0511(), target_worker, server_args)
+        self._load(version, target_worker, server_args)
         draft = make_draft_worker(self.version, target_worker, server_args, **place)
         self._begin(draft, place["tp_rank"], place["dp_rank"])
         self.speculative_num_draft_tokens = server_args.speculative_num_draft_tokens

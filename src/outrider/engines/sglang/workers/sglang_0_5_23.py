@@ -17,7 +17,7 @@ from outrider.engines.sglang.copies import changed
 from outrider.engines.sglang.drafts.draft_model import make_draft_worker
 from outrider.engines.sglang.drafts.heads import capture_states
 from outrider.engines.sglang.finish import has_left
-from outrider.engines.sglang.versions.sglang_0_5_23 import Sglang0523
+from outrider.engines.sglang.versions.base import SglangVersion
 from outrider.engines.sglang.workers.base import OutriderWorker
 from outrider.serving.values import Knows
 
@@ -25,9 +25,16 @@ from outrider.serving.values import Knows
 class Worker0523(OutriderWorker, BaseSpecWorker):
     """What the scheduler of 0.5.23 calls."""
 
-    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+    def __init__(
+        self,
+        version: SglangVersion,
+        server_args: Any,
+        gpu_id: int,
+        nccl_port: int,
+        target_worker: Any,
+    ) -> None:
         BaseSpecWorker.__init__(self)
-        self._load(Sglang0523(), target_worker, server_args)
+        self._load(version, target_worker, server_args)
         capture_states(self.model_runner, self.version)
         self._draft_worker = make_draft_worker(
             self.version, target_worker, server_args, gpu_id=gpu_id, nccl_port=nccl_port
