@@ -21,10 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from common import at_least, show_goals, spread, write
-from paced.profiles import PROFILES
-from paced.texts import MIXED, prompts
 from paced_servers import Contender, ask, run, servers
-from paced_sglang import ADAPTIVE, CONTENDERS, NONE, TOKENS, size_flags
+from paced_sglang import (
+    ADAPTIVE,
+    CONTENDERS,
+    MIXED,
+    NONE,
+    PROFILES,
+    TOKENS,
+    prompts,
+    size_flags,
+)
 
 from outrider.report import provenance
 
