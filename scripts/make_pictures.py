@@ -165,7 +165,7 @@ def speedup_curves() -> str:
 
 def staircase() -> str:
     """Seconds of a pass against its rows: recorded, and as control has learnt it."""
-    from outrider.control import Curve
+    from outrider.control.curve import Curve
     from outrider.report import plots
 
     traces = ROOT / "tests" / "control" / "traces.json.gz"

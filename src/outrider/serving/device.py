@@ -128,7 +128,8 @@ class TextEnds:
 class DeviceTexts:
     """The texts of requests on the device, and the rows of steps that draft from them.
 
-    table: the engine's table of slots, as wide as a text can be long
+    table: the engine's table of slots, as wide as a text can be long. Texts that come within
+        max_drafts + 2 of this width have drafts of the CPU
     min_n, max_n: the shortest and longest n-gram to look up, in tokens
     """
 

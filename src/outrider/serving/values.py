@@ -19,7 +19,11 @@ from outrider.serving.profile import ADAPTIVE
 
 
 class Knows(Enum):
-    """Which side knows the length and the last token of each request of a batch."""
+    """Which side knows the length and the last token of each request of a batch.
+
+    After a plain step that is both, after drafts of the CPU the CPU, once the step is settled, and
+    after drafts of the device the device.
+    """
 
     BOTH = "both"
     CPU = "cpu"
@@ -136,7 +140,8 @@ class Batch:
         are running, `origin_input_ids`, the prompt, `output_ids`, the tokens that the engine has
         appended to it, and `finished()`.
     knows: which side knows their lengths and last tokens
-    longest: [B] how many tokens of each are cached, at most
+    longest: [B] how many tokens of each are cached; at most, if only the device knows. The steps in
+        flight count: see `InFlight.max_cached`
     device_drafter: the drafter of the device in the step before; "" if it drafted nothing
     room: [B] for how many tokens each has slots; None if each has slots for any step
     num_penalties: kinds of penalties that its requests have
@@ -330,7 +335,7 @@ class Engine(Protocol):
     """What the served step asks of the engine that it runs in."""
 
     def prepare(self, batch: Batch, requests: Sequence[ServedRequest]) -> Batch:
-        """Return the batch brought up to date: nothing is in flight, all lengths are known."""
+        """Return the batch, now that nothing is in flight: `own`, `lens` and `room` as they are."""
         ...
 
     def choose_pass(self, batch: Batch, members: Members, decision: CpuDrafts) -> CpuDrafts:
@@ -361,7 +366,10 @@ class Engine(Protocol):
         ...
 
     def first_tokens(self, ticket: Any) -> Sequence[int]:
-        """Wait for a prefill. Return the token that it emitted for each request."""
+        """Wait for a prefill. Return the token that it emitted for each request.
+
+        If this token ends a request, the engine ignores later steps with it: `keep` is not asked.
+        """
         ...
 
     def keep(

@@ -4,7 +4,7 @@ SGLang finds `plugin.register` by its entry point, `sglang.srt.plugins`. The ser
 in `outrider.serving`, which knows no engine. Read in this order:
 
 * `plugin`: what happens at start-up
-* `versions`: what differs between versions of SGLang, and a contract for each: every name that we
+* `versions`: what differs between versions of SGLang, and a contract for each: the names that we
   rely on, and the check; `guest`: what happens in any other version
 * `hooks`: what SGLang is hooked by: `common` in all versions, and a file for each version
 * `workers`: what SGLang's schedulers call; `base` makes the parts of the served step

@@ -1,7 +1,7 @@
 """What differs between the versions of SGLang that Outrider knows: one method for each difference.
 
 Modules that need one of these are given the version; they know no version themselves. Beside each
-version stands its contract, which lists every name of SGLang that Outrider relies on.
+version stands its contract, which lists the names of SGLang that Outrider relies on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether this SGLang is one that we know.
 
-A contract lists what we rely on in one version: every name, with the parameters it must take. It is
+A contract lists the names that we rely on in one version, with the parameters they must take. It is
 checked when OUTRIDER is chosen. If SGLang has changed, the server stops and says what changed. Each
 version has a file of its own.
 """
