@@ -144,8 +144,8 @@ class Rows:
     """The rows of a step.
 
     reqs: that have rows
-    proposal: their drafts, whoever made them
-    knows: who knows the lengths and last tokens after the step
+    proposal: their drafts, of the CPU or the device
+    knows: which side knows the lengths and last tokens after the step
     lens: [R] how many tokens of each are cached after it, if the CPU knows
     informed: whether the CPU laid them out when it knew the last outcome
     drafts: of the device, if it makes them

@@ -71,7 +71,7 @@ class Ranks:
         return bool(flags.item())
 
     def tell(self, message: Message, *lists: ArrayLike) -> None:
-        """Tell the other ranks, who must `hear`. For rank 0."""
+        """Send to the other ranks, which must `hear`. For rank 0."""
         if self.alone:
             return
         numbers = [np.asarray(numbers, dtype=np.int64) for numbers in lists]

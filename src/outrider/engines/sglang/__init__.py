@@ -19,5 +19,5 @@ in `outrider.serving`, which knows no engine. Read in this order:
 * `arguments`: SGLang's flags, what is refused, and what memory is reserved
 * `intake`, `answers`: what requests may hold, and what an answer says about drafts
 * `sanitizer`: the check of every KV slot that is read, for tests
-* `rocm`: a repair of SGLang's own speculation on ROCm, for those who ask for it
+* `rocm`: a repair of SGLang's own speculation on ROCm, off unless $OUTRIDER_REPAIR asks for it
 """

@@ -3,7 +3,7 @@
 A verify pass has one row for each request's last token and each draft. A row of depth d sees its
 request's cache up to its own position, as if the drafts before it had been emitted. So any
 attention backend of SGLang can verify, with the kernels of plain decoding, and what it computes for
-a row is what it computes for one token. Only our own backend is told of trees, where several rows
+a row is what it computes for one token. Only our own backend knows trees, where several rows
 stand at one position.
 """
 
@@ -99,7 +99,7 @@ def copied_rows(
 
 @dataclass(frozen=True)
 class TreeRows:
-    """What our attention backend is told where drafts branch, as SGLang's `spec_info`.
+    """What our attention backend needs where drafts branch, as SGLang's `spec_info`.
 
     parents: [N] the row whose token each row's follows, -1 for a request's last token
     positions: left to SGLang, which looks for it
@@ -133,7 +133,7 @@ def last_token_rows(
 
 
 def proposal_rows(own: SglangBatch, members: Members, proposal: Proposal) -> tuple[Any, Groups]:
-    """Return the rows of a proposal: all that the device is told goes in one copy."""
+    """Return the rows of a proposal: all that goes to the device goes in one copy."""
     owners, starts = proposal.row_owners, proposal.root_rows
     places = np.arange(len(owners)) - starts[owners]
     packed = np.empty((5, len(owners)), np.int64)

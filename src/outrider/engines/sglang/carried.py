@@ -19,7 +19,7 @@ class Carried(SpecInput):
     slots: gives the batch its slots
     new_seq_lens, lens_cpu: [B] what is cached after the step, on the device and the CPU. The CPU's
         are the longest that there may be if only the device knows.
-    knows: who knows them, and each request's last token
+    knows: which side knows them, and each request's last token
     verify_done: when `new_seq_lens` can be read
     launched: the step
     room: [B] for how many tokens each request of the batch that was prepared last has slots; None

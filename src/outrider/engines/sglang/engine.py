@@ -70,7 +70,7 @@ class SglangEngine:
     """Runs the target of an SGLang server.
 
     target_worker: SGLang's own, of the target
-    heads: what is told the target's states
+    heads: what is given the target's states
     wants_states: whether a rank of this server has heads
     """
 
@@ -259,7 +259,7 @@ class SglangEngine:
         if self._wants_states and found.logits_output is not None:
             for head in self._heads:
                 head.tell(batch, found.logits_output.hidden_states)
-            found.logits_output.hidden_states = None  # nobody else wants these
+            found.logits_output.hidden_states = None  # nothing else reads these
         return found
 
     def run_prefill(self, own: SglangBatch) -> Any:

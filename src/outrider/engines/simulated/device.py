@@ -15,7 +15,7 @@ from outrider.engines.simulated.costs import CostProfile
 
 
 class VirtualClock:
-    """The CPU's time: it passes only as somebody says."""
+    """The CPU's time: it passes only by `spend` and `wait_until`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

@@ -77,7 +77,7 @@ NEUTRAL: Mapping[str, str] = {
     "output_hidden_states": "refused with return_dict_in_generate, and else without effect",
     "prefill_chunk_size": "how a prompt is read, not what follows it",
     "return_legacy_cache": "no cache is returned",
-    "transformers_version": "who wrote the configuration",
+    "transformers_version": "the version that wrote the configuration",
     "trust_remote_code": "for a custom_generate that is a name",
     "use_cache": "Outrider always has a cache of its own",
     "use_model_defaults": "applied before Outrider is called",
@@ -163,7 +163,7 @@ def check_arguments(config: Any, given: Mapping[str, Any], own: Mapping[str, Any
 
 
 def _defaults() -> dict[str, tuple[object, ...]]:
-    """Return the values that a field of the configuration may have if nobody set it."""
+    """Return the values that a field of the configuration may have without being set."""
     made = getattr(GenerationConfig, "_get_default_generation_params", None)
     filled = made() if made is not None else {}
     return {name: (v, filled.get(name)) for name, v in vars(GenerationConfig()).items()}

@@ -78,7 +78,7 @@ def custom_generate(
         output = _columns(run, _pad_token(generation_config, ends), streamer, logits)
     finally:
         if streamer is not None:
-            streamer.end()  # also after an error: somebody may be waiting for it
+            streamer.end()  # also after an error: a consumer may be waiting for it
     return _returned(input_ids, output, generation_config, logits_processor, logits)
 
 

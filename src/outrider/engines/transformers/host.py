@@ -85,7 +85,7 @@ class TransformersHost:
             return outcomes
         states, self._hidden = self._hidden, {}  # a prompt's are large: keep them no longer
         kept = {o.request.id: _kept(states[o.request.id], o) for o in outcomes}
-        # a drafter has what it was told before
+        # a drafter has the states that it was given before
         kept |= {
             o.request.id: kept[o.request.id][-len(o.rows) :]
             for o in outcomes

@@ -123,7 +123,7 @@ class OwnRows:
 
     @staticmethod
     def _for_row(processor: Any, number: int) -> Any:
-        """Return the processor; a function that is told the row's number is told this one."""
+        """Return the processor; a function that takes the row's number is given this one."""
         if type(processor) is not PrefixConstrainedLogitsProcessor:
             return processor
         allowed = processor._prefix_allowed_tokens_fn

@@ -120,8 +120,8 @@ class Runner:
         """
         if self.exactness == "lossless":
             return self._forward(segments, layers)
-        # A prompt passes alone, in its natural shape: a function of the prompt, whoever else
-        # is there. All other rows share a pass and are invariant by tiles.
+        # A prompt passes alone, in its natural shape: a function of the prompt alone,
+        # not of the batch. All other rows share a pass and are invariant by tiles.
         prompts = [i for i, s in enumerate(segments) if s.is_prompt]
         others = [i for i, s in enumerate(segments) if not s.is_prompt]
         logits: dict[int, Tensor] = {}

@@ -42,7 +42,7 @@ class Arrival:
     prompt: token ids
     turn: after how many turns of the server it joins; one turn launches one pass
     sampling: as in `generate`
-    drafter: who drafts for it; None for the server's drafter
+    drafter: the name of its drafter; None for the server's
     """
 
     prompt: Sequence[int]

@@ -31,12 +31,12 @@ from outrider.serving.ranks import Message, Ranks
 class SglangDraftModel(SlotSequences):
     """Runs the draft model over rows, as decode batches, and catches up by prefill batches.
 
-    With tensor parallelism, rank 0 tells the others of each pass, who `follow`.
+    With tensor parallelism, rank 0 announces each pass, and the others `follow`.
 
     max_rows: at most so many rows in one pass
     max_unread, max_catch_up: as in `DraftModel`; a decode row computes all logits, so `extend` is
         for few tokens only
-    has_run: whether the other ranks were told of a pass since `bind`
+    has_run: whether a pass was announced to the other ranks since `bind`
     """
 
     max_unread = 8
@@ -116,14 +116,14 @@ class SglangDraftModel(SlotSequences):
         self._lengths += [(sequence, sequence.length) for sequence, _ in segments]
 
     def _run(self, message: Message, *lists: list[int]) -> Tensor:
-        """Make a pass, on all ranks. What can fail before it fails before the others are told."""
+        """Make a pass, on all ranks. What can fail, fails before it is announced."""
         batch = self._pass(message, *lists)
         self._ranks.tell(message, *lists)
         self.has_run = True
         return self._forward(batch)
 
     def follow(self, message: Message, *lists: list[int]) -> None:
-        """Make a pass that rank 0 has told of."""
+        """Make a pass that rank 0 has announced."""
         self._forward(self._pass(message, *lists))
 
     def _pass(self, message: Message, *lists: list[int]) -> Any:

@@ -38,7 +38,7 @@ class DraftSequence:
 class SlotSequences:
     """How much of each request was read.
 
-    It stays known as long as the host knows the request, also when the drafter is told to forget it
+    It stays known as long as the host knows the request, also when the drafter has to forget it
     (after a fault). The slots of a request change only with its prefill, which passes here too,
     read or skipped.
     """

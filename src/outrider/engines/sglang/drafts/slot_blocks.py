@@ -1,7 +1,7 @@
 """DFlash heads in the target's slots: the context's keys and values are there, nothing else.
 
 The keys and values of a context row follow from the target's states of it and its position, in all
-layers (see `dflash`). So they are computed when the states are told, and a request that was never
+layers (see `dflash`). So they are computed when the states are given, and a request that was never
 drafted for has all that a block needs: nothing is read later.
 
 A block is not kept: its keys and values go to scratch slots behind the target's, and the next pass
@@ -43,7 +43,7 @@ def positions_of(batch: Any, version: SglangVersion) -> Tensor:
 
 @dataclass(eq=False)
 class BlockSlots(DraftSequence):
-    """One request's sequence. Its context is told up to the token before the last.
+    """One request's sequence. Its context is given up to the token before the last.
 
     block: the one that was read, if any
     """
@@ -84,13 +84,13 @@ class SglangBlocks(SlotHead):
 
     def _keep(self, batch: Any, x: Tensor) -> None:
         slots = batch.out_cache_loc
-        for (keys, values), told in zip(
+        for (keys, values), given in zip(
             self._pool, self.head.context(x, positions_of(batch, self._version)), strict=True
         ):
-            keys[slots], values[slots] = told
+            keys[slots], values[slots] = given
 
     def prefill(self, batch: Any) -> None:
-        """Do nothing: what was told of the batch is all that it reads of it."""
+        """Do nothing: the states that were given are all that it reads."""
 
     skip = prefill
 
@@ -178,7 +178,7 @@ class SglangBlockDrafter(BlockDrafter[BlockSlots]):
         self.name, self.drafts_per_pass = model.name, model.head.block.size - 1
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Forget the block: the context of the next one is told up to its first token."""
+        """Forget the block: the context of the next one is given up to its first token."""
         for outcome in outcomes:
             sequence = self._states[outcome.request.id].sequence
             sequence.drop_block(outcome.request.length + len(outcome.tokens) - 1)

@@ -156,7 +156,7 @@ class SglangHead(SlotSequences, SlotHead):
 
     @torch.inference_mode()
     def prefill(self, batch: Any) -> None:
-        """Read the tokens of the host's prefill batch, whose states were told."""
+        """Read the tokens of the host's prefill batch, whose states were given."""
         owners, positions = extended_rows(batch, self._version)
         rows = np.flatnonzero(positions > 0)
         if len(rows):

@@ -85,7 +85,7 @@ class Hooks(RequestHooks, CpuHooks):
     def keep_prompt_logprobs(self, their: Any, batch: Any, result: Any) -> None:
         """Drop the prompt logprobs of requests that have left: SGLang does not step over them.
 
-        Whoever follows in the batch would get theirs.
+        The next request of the batch would get theirs.
         """
         if not batch.return_logprob:
             return
@@ -124,8 +124,8 @@ class Hooks(RequestHooks, CpuHooks):
             return original(their, reqs, return_logprob, skip_req, is_idle_batch)
         from outrider.engines.sglang.answers.flush import send_chunks
 
-        told = [req for req in reqs if req is not skip_req]
-        left = send_chunks(lambda ready: original(their, ready, return_logprob), told, size)
+        sent = [req for req in reqs if req is not skip_req]
+        left = send_chunks(lambda ready: original(their, ready, return_logprob), sent, size)
         # SGLang says how busy it is after every step, even if it has nothing else to say
         return original(their, left, return_logprob, None, is_idle_batch or bool(reqs))
 

@@ -22,8 +22,9 @@ _MIXIN = "managers.scheduler_output_processor_mixin.SchedulerOutputProcessorMixi
 class Algorithm:
     """Stands in for a member of SGLang's `SpeculativeAlgorithm`, a closed enum in 0.5.11.
 
-    To the scheduler it is speculative, by the contract of spec v2. To whoever captures CUDA graphs
-    it is not: a verify pass of ours is a decode batch, so the graphs of plain decoding serve it.
+    To the scheduler it is speculative, by the contract of spec v2. To the code that captures CUDA
+    graphs it is not: a verify pass of ours is a decode batch, so the graphs of plain decoding
+    serve it.
     """
 
     name = NAME

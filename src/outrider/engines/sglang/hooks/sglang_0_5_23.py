@@ -145,8 +145,8 @@ def _algorithm_class() -> Any:
     class Algorithm(CustomSpecAlgo):
         """What SGLang asks about ours.
 
-        To whoever captures CUDA graphs it is not speculative: a verify pass of ours is a decode
-        batch, so the graphs of plain decoding serve it.
+        To the code that captures CUDA graphs it is not speculative: a verify pass of ours is a
+        decode batch, so the graphs of plain decoding serve it.
         """
 
         def is_speculative(self) -> bool:

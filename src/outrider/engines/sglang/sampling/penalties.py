@@ -65,7 +65,7 @@ class Penalties:
     def _count(self, batch: Any, outputs: Sequence[list[int]]) -> None:
         orchestrator = batch.sampling_info.penalizer_orchestrator
         if not orchestrator.is_required:
-            return  # nobody here has penalties; whoever comes with some has them counted
+            return  # no request here has penalties; those of one that joins are counted then
         fresh = [
             self._fresh(req, output) if has_penalties(req) else []
             for req, output in zip(batch.reqs, outputs, strict=True)

@@ -38,7 +38,7 @@ def sample(
 
     A batch of SGLang's takes one path through its sampler: seeded, that gives a request other
     coins beside one with top-k than alone. Rows of one kind go together here, so that what a
-    request gets does not depend on who is there.
+    request gets does not depend on the rest of the batch.
 
     forward: SGLang's batch, whose `sampling_info` and logprob options have an entry for each row
     at: [N] the position of each row's token
@@ -184,7 +184,7 @@ def row_sampling(
             request.req.grammar and RowGrammar(request.req.grammar, path)
             for request, path in zip(owners, paths, strict=True)
         ]
-        if any(grammars):  # who has one may have ended
+        if any(grammars):  # the requests that have one may have ended
             rows.grammars = grammars
     if rows.custom_params:
         rows.custom_params = [

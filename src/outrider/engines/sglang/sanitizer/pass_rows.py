@@ -69,7 +69,7 @@ def split_rows(
 ) -> Iterator[Rows]:
     """Return the rows of each request of a pass.
 
-    Rows whose slot is padding, or that are parked before `start`, are discarded by who asked.
+    Rows whose slot is padding, or that are parked before `start`, are discarded by the caller.
 
     lines, tokens, positions, slots: [N] of the rows
     counts: rows of each request, which stand beside each other

@@ -11,9 +11,10 @@ slots that it writes (`shadow`). Before that it is checked that
 * a draft model or a head reads its request's text, too. Where it has read nothing, or where the
   text comes from another request, its drafts are poor, and nothing else: that is not checked.
 
-The first violation stops the server and says who wrote the slot and who reads it. SGLang without
-speculation can be checked too: it is the control. A pass waits for the device, so figures of speed
-mean nothing in this mode. Branches of a head's trees have slots of their own and are not checked.
+The first violation stops the server and says which request wrote the slot and which one reads it.
+SGLang without speculation can be checked too: it is the control. A pass waits for the device, so
+figures of speed mean nothing in this mode. Branches of a head's trees have slots of their own and
+are not checked.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ class Sanitizer:
         is_fine = partial(self._is_gap, shadow, text.req.rid) if is_draft else None
         shadow.read(before[:most], known[start:first], reader, start, is_fine)
         if len(before) > most:
-            # the scheduler learns of these tokens later: for now it must be who wrote them
+            # the scheduler learns of these tokens later: until then they are this request's
             shadow.read_own(before[most:], text.req.rid, reader, start + most)
         base = known[first - 1] if 0 < first <= len(known) else text.base
         if first > len(known):
@@ -324,7 +325,7 @@ def _check_lengths(settled: Any, step: Any) -> None:
     """Check a settled step: the device accepted what the CPU did. settled: None for a prefill"""
     carried = None if settled is None else settled.launched.ticket.next_draft_input
     if carried is None or carried.knows is Knows.CPU:
-        return  # after drafts of the CPU's the device is told
+        return  # after drafts of the CPU the device is given the lengths
     members = settled.members
     on_device = ints(carried.new_seq_lens)[members.places].tolist()
     for request, length in zip(members.requests, on_device, strict=True):

@@ -120,7 +120,7 @@ class Shadow:
     ) -> None:
         """Check that these slots hold the texts of these names.
 
-        reader: who reads them, as a violation calls it
+        reader: the request that reads them, as a violation calls it
         start: the position of the first
         is_fine: says whether a slot may hold something else
         """

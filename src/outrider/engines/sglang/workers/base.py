@@ -145,7 +145,7 @@ class OutriderWorker:
         )
 
     def _device_drafters(self, heads: dict[str, SlotHead | None]) -> DeviceDrafters:
-        """Return what can draft on the device; control is told of the heads among it."""
+        """Return what can draft on the device, and let control choose the heads among it."""
         table = self.model_runner.req_to_token_pool.req_to_token
         vocab_size = self.model_config.vocab_size
         steps = {
