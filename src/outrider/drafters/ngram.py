@@ -17,5 +17,7 @@ class NgramDrafter(SuffixDrafter):
     name = "ngram"
 
     def __init__(self, min_n: int = 2, max_n: int = 4) -> None:
-        min_n = check_whole("min_n", min_n, 1)
-        super().__init__(min_match=min_n, max_match=check_whole("max_n", max_n, min_n), width=1)
+        min_n, max_n = check_whole("min_n", min_n, 1), check_whole("max_n", max_n, 1)
+        if min_n > max_n:
+            raise ValueError(f"need min_n <= max_n, not {min_n} and {max_n}")
+        super().__init__(min_match=min_n, max_match=max_n, width=1)

@@ -43,7 +43,9 @@ class SuffixDrafter:
         self._min_vote = check_number("min_vote", min_vote, 0, 1)
         self._width = check_whole("width", width, 1, WIDTH)
         min_match = check_whole("min_match", min_match, 1)
-        max_match = check_whole("max_match", max_match, min_match)
+        max_match = check_whole("max_match", max_match, 1)
+        if min_match > max_match:
+            raise ValueError(f"need min_match <= max_match, not {min_match} and {max_match}")
         shared_tokens = check_whole("shared_tokens", shared_tokens, 0)
         self.texts = Texts(min_match, max_match)
         self._rows: dict[int, int] = {}
