@@ -352,7 +352,8 @@ def soak() -> Iterator[Row]:
     def share(run: dict[str, Any], *drafters: str) -> str:
         accepted, drafts = run["accepted_drafts"], run["drafts"]
         chosen = drafters or tuple(drafts)
-        return f"{sum(accepted[one] for one in chosen) / sum(drafts[one] for one in chosen):.0%}"
+        right = sum(accepted.get(one, 0) for one in chosen)
+        return f"{right / sum(drafts[one] for one in chosen):.0%}"
 
     def servers(run: dict[str, Any], word: str) -> str:
         asked = run["requests_by_server"]
