@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
-from typing import SupportsFloat, SupportsInt, cast
+from numbers import Real
+from typing import SupportsFloat, cast
+
+from outrider.core import is_whole
 
 MAX_TOKENS = 1 << 31
 """Lengths of texts and matches lie below."""
@@ -12,10 +14,9 @@ MAX_TOKENS = 1 << 31
 
 def check_whole(name: str, value: object, least: int, most: int = MAX_TOKENS) -> int:
     """Return an option's value, a whole number from `least` to `most`; raise if it is not one."""
-    is_number = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_number or not least <= int(cast(SupportsInt, value)) <= most:
+    if isinstance(value, bool) or not is_whole(value, least) or cast(int, value) > most:
         raise ValueError(f"{name} must be a whole number from {least} to {most}")
-    return int(cast(SupportsInt, value))
+    return int(cast(int, value))
 
 
 def check_number(name: str, value: object, least: float, most: float = math.inf) -> float:
