@@ -22,10 +22,10 @@ from common import at_least, of_best, show_goals, spread, write
 from rich.console import Console
 from rich.table import Table
 
+from outrider.engines.costs import H100_8B
 from outrider.report import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "sglang"))
-from paced.profiles import H100_8B
 from paced.texts import STORIES, prompts
 
 RESULT = Path(__file__).parent / "results" / "heads_paced.json"

@@ -22,10 +22,10 @@ from common import IMAGES, pyplot, save_plot, spread, write
 from rich.console import Console
 from rich.table import Table
 
+from outrider.engines.costs import PROFILES
 from outrider.report import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engines" / "sglang"))
-from paced.profiles import PROFILES
 from paced.texts import prompts
 
 RESULT = Path(__file__).parent / "results" / "paced_context.json"

@@ -104,7 +104,7 @@ def test_others_are_not_counted():
 def steps_of(launch, folder, profile, cases, *flags, layers=1):
     """Return what the decode steps of a server do, by case: its name, its batch, its options."""
     model, file = write_model(folder / "model", layers), folder / "steps.jsonl"
-    setting = {"profile": "h100-8b", "log": str(folder / "passes.jsonl")}
+    setting = {"profile": "h100-8b-line", "log": str(folder / "passes.jsonl")}
     (folder / "device.json").write_text(json.dumps(setting))
     (folder / "profile.yaml").write_text(json.dumps({"max_drafts": 8, **profile}))
     server = launch(

@@ -11,19 +11,16 @@ from pathlib import Path
 import torch
 
 from outrider.core import Proposal, SamplingParams, chain
-from outrider.engines.simulated import CostProfile, PassCost, SimulatedRequest
+from outrider.engines.costs import H100_8B_LINE
+from outrider.engines.simulated import SimulatedRequest
 
 FILE = Path(__file__).parents[2] / "control" / "traces.json.gz"
 KINDS = ("chat", "code", "edit", "json", "prose")
 MIXED = "mixed"
 VOCABULARY = 151_936
 
-H100_8B = CostProfile(
-    # the figures and their sources are in tests/engines/sglang/paced/profiles.py
-    name="h100-8b",
-    target=PassCost(fixed=5.9e-3, row=21e-6, kv=39e-9, prefill_row=21e-6),
-    draft=PassCost(fixed=2.1e-3, row=3.2e-6, kv=9.8e-9, prefill_row=3.2e-6),
-)
+PROFILE = H100_8B_LINE
+"""The straight line with which table.json was computed."""
 
 
 @lru_cache(maxsize=1)

@@ -76,11 +76,12 @@ def requests_of(arrivals, text, batch, drafter="none", max_drafts=0):
     ]
 
 
-def plain_seconds(requests, clients, costs):
+def plain_seconds(requests, clients, device):
     """Return how long an engine takes that overlaps plain steps, and does nothing else.
 
     It launches step t + 1 and takes in step t. So a request that ends has a row in the step after.
     """
+    costs, cpu = device.profile, device.cpu
     now = free = 0.0
     waiting, running, emitted = deque(requests[:clients]), [], {}
     coming, launched = deque(requests[clients:]), deque()
@@ -100,7 +101,7 @@ def plain_seconds(requests, clients, costs):
         else:
             step = None
         if step is not None:
-            now += costs.cpu.launch
+            now += cpu.launch
             free = max(now, free) + seconds
             launched.append((step, free))
         if before:
@@ -111,14 +112,14 @@ def plain_seconds(requests, clients, costs):
                     emitted[req.id] += 1
                     if emitted[req.id] == req.sampling.max_tokens and coming:
                         waiting.append(coming.popleft())
-        now += costs.cpu.schedule
+        now += cpu.schedule
     return now
 
 
 def server_of(batch, drafter, options=None):
     """Return a server for so many clients."""
     name, max_drafts = DRAFTERS[drafter]
-    device = SimulatedDevice(recorded.H100_8B, recorded.VOCABULARY)
+    device = SimulatedDevice(recorded.PROFILE, recorded.VOCABULARY)
     heads = {"model": recorded.RecordedModel(device)} if drafter.endswith("model") else None
     return SimulatedServer(
         device,
@@ -143,7 +144,7 @@ def speed(cell, options=None):
         assert req.output == list(req.answer[: req.sampling.max_tokens]), f"{cell}: {req.rid}"
     faults = server.pool.fallback_totals().keys() - {"rows"}
     assert not faults, f"{cell}: {faults}"
-    plain = plain_seconds(requests, batch, recorded.H100_8B)
+    plain = plain_seconds(requests, batch, server.device)
     return round(plain / server.device.clock.now(), 4)
 
 

@@ -16,8 +16,6 @@ from outrider.engines import in_process
 from outrider.engines.simulated import SimulatedDevice, run_clients
 from outrider.serving.step import ServedStep
 
-COSTS = recorded.H100_8B
-
 
 def served(arrivals, text, batch, drafter):
     server = table.server_of(batch, drafter)
@@ -116,11 +114,11 @@ def test_the_device_waits_for_what_an_informed_step_takes(settled):
     server, _ = served("fixed", "edit", 16, "suffix 4")
     informed = [s for s in settled if isinstance(s.launched.decision, CpuDrafts)]
     assert len(informed) > 30
-    assert idle_of(server)[2:12] == pytest.approx([COSTS.cpu.waiting(16)] * 10)
+    assert idle_of(server)[2:12] == pytest.approx([server.device.cpu.waiting(16)] * 10)
 
 
 def test_a_pass_starts_when_it_is_launched_and_the_device_is_free():
-    device = SimulatedDevice(COSTS, 100)
+    device = SimulatedDevice(recorded.PROFILE, 100)
     first = device.queue("decode", 1, 0.006)
     device.clock.spend(0.001)
     assert device.queue("decode", 1, 0.006) == pytest.approx(first + 0.006)
@@ -131,7 +129,7 @@ def test_a_pass_starts_when_it_is_launched_and_the_device_is_free():
 
 
 def test_the_target_emits_the_answer_while_drafts_agree_with_it():
-    device = SimulatedDevice(COSTS, 200_000)
+    device = SimulatedDevice(recorded.PROFILE, 200_000)
     req = recorded.request(0, "chat", 1, 128, "suffix", 4)
     req.row = 0
     tokens, _ = device.prefill([req])

@@ -4,14 +4,12 @@ The served step, control, lookups and settling are the real ones. Time passes on
 so, so a run takes as long as its arithmetic, and two runs are alike.
 """
 
-from outrider.engines.simulated.costs import CostProfile, CpuCosts, PassCost
+from outrider.engines.simulated.costs import CpuCosts
 from outrider.engines.simulated.device import SimulatedDevice, SimulatedRequest, VirtualClock
 from outrider.engines.simulated.server import SimulatedServer, run_clients
 
 __all__ = [
-    "CostProfile",
     "CpuCosts",
-    "PassCost",
     "SimulatedDevice",
     "SimulatedRequest",
     "SimulatedServer",

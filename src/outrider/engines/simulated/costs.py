@@ -1,32 +1,8 @@
-"""What passes and the CPU's work cost, in seconds."""
+"""What the CPU's work costs, in seconds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True)
-class PassCost:
-    """Seconds of one model's passes.
-
-    fixed: of any pass: reading the weights
-    row: for each row of a decode pass
-    kv: for each cached token of each request of a decode pass, read once for all of its rows
-    prefill_row: for each token of a prefill pass
-    """
-
-    fixed: float
-    row: float
-    kv: float
-    prefill_row: float
-
-    def decode(self, rows: int, context: int) -> float:
-        """Return the seconds of a decode pass. context: cached tokens, each request's once"""
-        return self.fixed + self.row * rows + self.kv * context
-
-    def prefill(self, tokens: int) -> float:
-        """Return the seconds of a prefill pass over so many tokens."""
-        return self.fixed + self.prefill_row * tokens
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -65,13 +41,3 @@ class CpuCosts:
     def decide(self, batch: int) -> float:
         """Return the share of it that decides, lays out and launches."""
         return self.waiting(batch) * 2 / 3
-
-
-@dataclass(frozen=True)
-class CostProfile:
-    """A target and a draft model on a device, and the CPU beside it."""
-
-    name: str
-    target: PassCost
-    draft: PassCost
-    cpu: CpuCosts = field(default_factory=CpuCosts)

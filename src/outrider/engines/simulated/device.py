@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from outrider.core import Bools, Ints, Outcomes, Proposal
+from outrider.engines.costs import DeviceProfile
 from outrider.engines.in_process import InProcessRequest
-from outrider.engines.simulated.costs import CostProfile
+from outrider.engines.simulated.costs import CpuCosts
 
 
 class VirtualClock:
@@ -45,14 +46,18 @@ class SimulatedDevice:
 
     A pass starts when it was launched and the passes before it are done.
 
-    profile: what passes and the CPU's work cost
+    profile: what passes cost
     vocab_size: token ids lie below. The last one is emitted where an answer has no token
+    cpu: what the CPU's work costs
     clock: the CPU's
     log: of each pass: its kind, rows, and when it was launched, began and ended
     """
 
-    def __init__(self, profile: CostProfile, vocab_size: int) -> None:
+    def __init__(
+        self, profile: DeviceProfile, vocab_size: int, cpu: CpuCosts | None = None
+    ) -> None:
         self.profile, self.vocab_size = profile, vocab_size
+        self.cpu = CpuCosts() if cpu is None else cpu
         self.clock = VirtualClock()
         self.log: list[tuple[str, int, float, float, float]] = []
         self._free_at = 0.0
@@ -71,7 +76,7 @@ class SimulatedDevice:
         """Run a pass of a draft model, and read its drafts."""
         cost = self.profile.draft.decode(rows, context)
         self.clock.wait_until(self.queue("draft", rows, cost))
-        cpu = self.profile.cpu
+        cpu = self.cpu
         self.clock.spend(cpu.pass_fixed + cpu.pass_request * num_requests)
 
     # -- what the engine calls
@@ -81,7 +86,7 @@ class SimulatedDevice:
         for req in reqs:
             assert isinstance(req, SimulatedRequest)
             self._write(req)
-        self.clock.spend(self.profile.cpu.launch)
+        self.clock.spend(self.cpu.launch)
         tokens = sum(req.length for req in reqs)
         ready = self.queue("prefill", tokens, self.profile.target.prefill(tokens))
         rows = np.array([req.row for req in reqs])
@@ -101,7 +106,7 @@ class SimulatedDevice:
         self, reqs: Sequence[InProcessRequest], proposal: Proposal, informed: bool
     ) -> tuple[Tensor, float]:
         """Run a decode pass. Return what is emitted after each row, and when it can be read."""
-        cpu, owners = self.profile.cpu, proposal.row_owners
+        cpu, owners = self.cpu, proposal.row_owners
         self.clock.spend(cpu.decide(len(reqs)) if informed else cpu.launch)
         lengths = np.array([req.on_device.length for req in reqs], np.int64)
         context, rows = int(lengths.sum()) - len(reqs), proposal.num_rows
@@ -125,7 +130,7 @@ class SimulatedDevice:
 
     def note_read(self, num_requests: int) -> None:
         """Let the CPU settle a step."""
-        self.clock.spend(self.profile.cpu.settle(num_requests))
+        self.clock.spend(self.cpu.settle(num_requests))
 
 
 def _agree(proposal: Proposal, following: Ints) -> Bools:

@@ -56,16 +56,16 @@ class SimulatedServer(Scheduler):
     def turn(self) -> list[InProcessRequest]:
         """Do what `Scheduler.turn` does. The CPU's own work takes time."""
         ended = super().turn()
-        self.device.clock.spend(self.device.profile.cpu.schedule)
+        self.device.clock.spend(self.device.cpu.schedule)
         return ended
 
     def _calibrate(self, pool: Pool) -> None:
         """Tell control how long passes take, as a server that measures them before it begins."""
         assert pool.control is not None
-        costs = self.device.profile
+        costs, cpu = self.device.profile, self.device.cpu
         drafts = [costs.draft] * len(pool.control.models)
         for rows in ROW_COUNTS:
-            seconds = [cost.decode(rows, 0) + costs.cpu.pass_fixed for cost in drafts]
+            seconds = [cost.decode(rows, 0) + cpu.pass_fixed for cost in drafts]
             pool.control.calibrate(rows, costs.target.decode(rows, 0), seconds)
 
     def _charge_look_ups(self, control: Control) -> None:
@@ -76,7 +76,7 @@ class SimulatedServer(Scheduler):
     def charge_look_up(self, num_requests: int) -> None:
         """Let the CPU look drafts up, if a step is in flight."""
         if self.in_flight:
-            self.device.clock.spend(self.device.profile.cpu.look_up * num_requests)
+            self.device.clock.spend(self.device.cpu.look_up * num_requests)
 
 
 class _Charged:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from outrider.engines.costs import DeviceProfile, PassCost
 from paced.clock import SPIN, now, wait_until
 from paced.heads import STATE, PacedHead
-from paced.profiles import CostProfile, PassCost
 from paced.tensor import GreedyLogits, Timed
 from paced.texts import HEADER, VOCABULARY, Answers
 
@@ -56,7 +56,7 @@ class Device:
 
     def __init__(
         self,
-        profile: CostProfile,
+        profile: DeviceProfile,
         log: Path | None = None,
         spin: float = SPIN,
         reads_each_row: bool = False,

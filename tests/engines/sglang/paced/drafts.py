@@ -23,8 +23,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from outrider.core import KeyedCoins
 from outrider.drafters.ahead import DraftServer
+from outrider.engines.costs import PROFILES, PassCost
 from paced.clock import now, sharpen_sleep, wait_until
-from paced.profiles import PROFILES, PassCost
 from paced.texts import HEADER, VOCABULARY, texts
 
 WIDTH = 32

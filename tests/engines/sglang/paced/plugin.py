@@ -10,7 +10,8 @@ of which only `profile` must be there.
 reads_each_row: the cache is read as by attention backends other than Outrider's, and there is
     TARGET_VERIFY
 log: where passes are written
-prefill_row: the target's and the draft model's, in seconds, instead of the profile's
+prefill_row: seconds a token of the target's and the draft model's prefills, on top of the smallest
+    pass, instead of the profile's
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from typing import Any
 
 import torch
 
+from outrider.engines.costs import PROFILES
 from paced import cpu_time, recorder
 from paced.clock import SPIN, now, sharpen_sleep
 from paced.device import Device
-from paced.profiles import PROFILES
 from paced.races import server as races
 from paced.tensor import run_kernel
 
