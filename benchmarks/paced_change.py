@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "paced_change.json"
 DRAFTERS = (NONE, ADAPTIVE)
 KINDS, BATCHES = ("edit", "chat"), (1, 16, 64, 256)
+COSTS = "src/outrider/engines/costs.py"
 LEAST = 0.98
 """The median speed of a cell after a change, as a multiple of that before it."""
 
@@ -63,6 +65,11 @@ def main() -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run all rounds of all cells. Return the runs, and what made them."""
+    if costs(args.checkout, args.device) != costs(ROOT, args.device):
+        raise SystemExit(
+            f"{args.device} costs something else in {args.checkout}: its steps cannot be compared. "
+            f"Copy {COSTS} of this checkout there, if it has that file."
+        )
     cells = [(kind, batch) for batch in args.batches for kind in KINDS]
     result: dict[str, Any] = {
         "provenance": provenance(),
@@ -106,6 +113,13 @@ def commit(checkout: Path) -> str:
     git = ["git", "-C", str(checkout)]
     found = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True).strip()
     return found + "+" * bool(subprocess.check_output([*git, "status", "--porcelain", "-uno"]))
+
+
+def costs(checkout: Path, device: str) -> str | None:
+    """Return what passes cost on a device in a checkout, or None if it does not know the device."""
+    file = checkout / COSTS
+    profile = runpy.run_path(str(file))["PROFILES"].get(device) if file.exists() else None
+    return profile and repr((profile.target, profile.draft, profile.head))
 
 
 def install(checkout: Path, folder: Path) -> tuple[str, ...]:
