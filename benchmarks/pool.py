@@ -42,9 +42,9 @@ SEED, REQUESTS, TOKENS, MOST, WIDTH = 20_261_118, 48, 96, 8, 3
 BATCHES, CALIBRATED = (1, 4, 16), (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 KINDS = ("stories", "copies", "hot")
 COSTS = {"target": (5.9e-3, 21e-6), "model": (2.1e-3, 3.2e-6), "eagle3": (0.5e-3, 1.0e-6)}
-"""Seconds of a pass, and of each of its rows. Target and model: `h100-8b` of the paced device: they
-are of 8B and 1B, on an H100. The head has 0.35 of the target's 8.03 billion weights (one
-layer, a vocabulary of 32,000): 0.26 ms by weights, and as much again for launches."""
+"""Seconds of a pass, and of each of its rows. Target and model: `h100-8b-line` of the paced device
+(docs/paced.md): they are of 8B and 1B, on an H100. The head has 0.35 of the target's 8.03 billion
+weights (one layer, a vocabulary of 32,000): 0.26 ms by weights, and as much again for launches."""
 
 Case = tuple[list[int], dict[str, Any]]
 
