@@ -207,6 +207,23 @@ def test_the_same_operations_cost_the_same_whoever_asks(device):
     assert alone.launching == pytest.approx(within.launching + views * device.work.prices.view)
 
 
+def test_what_is_within_a_function_is_booked_once(device):
+    x = device.on_device(torch.zeros(4))
+
+    def inner(x):
+        time.sleep(SLOW)
+        return x + len(x)
+
+    def outer(x):
+        return run_kernel(inner, x) * 2
+
+    before = clock.excused()
+    run_kernel(outer, x)
+    assert list(device.work.parts) == ["outer"]
+    assert device.work.parts["outer"].launches == 2
+    assert SLOW - NOISE < clock.excused() - before < 2 * SLOW
+
+
 def test_launches_are_counted_as_a_gpu_has_them():
     x = torch.arange(6)
     with Launches() as found:

@@ -334,7 +334,7 @@ def test_the_devices_work_is_priced_in_both_servers(both):
     bare, ours = found
     for own in found:
         assert own.excused > 0
-        assert own.launching == pytest.approx(own.launches * LAUNCH, rel=0.2)
+        assert own.launching == pytest.approx(own.launches * LAUNCH, rel=0.4)  # and views
         assert 14 <= own.launches / own.steps <= 30
     assert abs(bare.launches / bare.steps - ours.launches / ours.steps) < 8
 

@@ -146,7 +146,7 @@ class Device:
             return tensor
         return Timed.of(tensor, 0.0, self.wait)
 
-    def hold(self, tensor: torch.Tensor) -> None:
+    def hold(self, tensor: Any) -> None:
         """Make a tensor that others refer to one of the device, if operations on it are priced."""
         if self.work is not None and type(tensor) is torch.Tensor:
             held: Any = tensor

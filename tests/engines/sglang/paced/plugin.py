@@ -32,7 +32,7 @@ from paced.device import Device
 from paced.prices import prices_of
 from paced.profiles import PROFILES
 from paced.races import server as races
-from paced.tensor import run_kernel
+from paced.tensor import Timed, run_kernel
 
 VARIABLE = "OUTRIDER_PACED"
 PLUGIN = "outrider_paced"
@@ -107,7 +107,8 @@ def _lay_hooks(setting: str) -> None:
         if batch.forward_mode.is_idle():
             return original(self, batch, *args, **kwargs)
         table, slots = self.req_to_token_pool.req_to_token, self.token_to_kv_pool_allocator.size + 1
-        device().hold(table)
+        for held in (table, getattr(self.token_to_kv_pool_allocator, "free_pages", None)):
+            device().hold(held)
         logits, states = device().forward(batch, table, slots, self.is_draft_worker)
         output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=states)
         return model_runner.ModelRunnerOutput(logits_output=output, can_run_graph=False)
@@ -161,13 +162,8 @@ def _follow_the_devices_tensors(device: Callable[[], Device], made: list[Device]
 
     def prepared(result: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         for name in BATCH:
-            if isinstance(value := getattr(self, name), torch.Tensor):
+            if isinstance(value := getattr(self, name, None), torch.Tensor):
                 setattr(self, name, device().on_device(value))
-        return result
-
-    def cleared(result: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if made:  # not in the process that only loads plugins
-            self.free_pages = made[0].on_device(self.free_pages)
         return result
 
     def copied(original: Any, array: Any, place: Any) -> Any:
@@ -180,13 +176,8 @@ def _follow_the_devices_tensors(device: Callable[[], Device], made: list[Device]
         books.book("to_device", since, 1, 2 * array.nbytes, launching=launching)
         return made[0].on_device(tensor)
 
-    engine = "sglang.srt"
-    hooks = {
-        f"{engine}.managers.schedule_batch.ScheduleBatch.prepare_for_extend": prepared,
-        f"{engine}.mem_cache.allocator.TokenToKVPoolAllocator.clear": cleared,
-    }
-    for name, hook in hooks.items():
-        HookRegistry.register(name, hook, HookType.AFTER)
+    prepare = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
+    HookRegistry.register(prepare, prepared, HookType.AFTER)
     if os.environ.get("SGLANG_PLUGINS") != PLUGIN:
         for name in COPIES:
             HookRegistry.register(f"outrider.serving.{name}", copied, HookType.AROUND)
@@ -220,9 +211,11 @@ def _free(original: Any, self: Any, free_index: torch.Tensor) -> None:
     is_grouped = is_grouped is not None and not getattr(self, "is_not_in_free_group", False)
     if self.need_sort or is_grouped or not free_index.numel():
         return original(self, free_index)
-    since, books = clock.real(), work.current()
+    since, books, free = clock.real(), work.current(), self.free_pages
     with torch._C.DisableTorchFunctionSubclass():
         _append(self, free_index)
+        if isinstance(free, Timed):
+            self.free_pages = Timed.of(self.free_pages, 0.0, free.wait)
     if books is not None:  # a device would copy all of them
         books.book("free", since, 1, 16 * len(self.free_pages))
     return None

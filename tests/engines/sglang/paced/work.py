@@ -76,6 +76,8 @@ class Work:
     # what an operation, or a question, takes before and after it looks at the clock
     _unseen: float = 0.0
     _unseen_asked: float = 0.0
+    # whether a function is running that is booked as a whole
+    _is_inside: bool = False
 
     def book(
         self,
@@ -95,6 +97,8 @@ class Work:
         launching: CPU seconds, if not those of the launches
         is_queued: whether the device's time is queued; that of a pass already is
         """
+        if self._is_inside:
+            return after
         prices = self.prices
         if launching is None:
             launching = launches * prices.launch if launches else prices.view
@@ -130,7 +134,8 @@ class Work:
 
     def asked(self, since: float) -> None:
         """Book a question that needs no kernel: a shape, a length."""
-        clock.excuse(clock.real() - since + self._unseen_asked - self.prices.ask)
+        if not self._is_inside:
+            clock.excuse(clock.real() - since + self._unseen_asked - self.prices.ask)
 
     def pass_launched(self, part: str, since: float) -> None:
         """Book the launch of a pass, whose values were made up here."""
@@ -145,13 +150,19 @@ class Work:
 
         Its launches are counted at its first call. Returns its result, and when that is ready.
         """
+        if self._is_inside:
+            return kernel(*args, **kwargs), after
         since, name = clock.real(), kernel.__name__
-        if name in self._counted:
-            result = kernel(*args, **kwargs)
-        else:
-            with Launches() as counting:
+        self._is_inside = True
+        try:
+            if name in self._counted:
                 result = kernel(*args, **kwargs)
-            self._counted[name] = max(1, counting.number)
+            else:
+                with Launches() as counting:
+                    result = kernel(*args, **kwargs)
+                self._counted[name] = max(1, counting.number)
+        finally:
+            self._is_inside = False
         num_bytes = sum(map(_num_bytes, _tensors((*args, *kwargs.values(), result))))
         return result, self.book(name, since, self._counted[name], num_bytes, after)
 
