@@ -46,7 +46,7 @@ from traffic_figures import (
     VirtualTimes,
     run_figures,
 )
-from traffic_plan import BEFORE, QUICK, SERVED, Part, Recording, Turn, plan
+from traffic_plan import BEFORE, QUICK, SERVED, Part, Progress, Recording, Turn, plan
 from traffic_report import plot, show
 
 if TYPE_CHECKING:  # a report needs neither SGLang nor psutil
@@ -119,8 +119,8 @@ def measure(args: argparse.Namespace, recording: Recording) -> None:
     settings = {name: getattr(args, name) for name in SETTINGS} | {"cores": _cores()}
     recording.begin(settings, modes, args.resume)
     parts = plan(args, modes, recording.runs)
-    total, done, started = sum(len(t.contenders) for p in parts for t in p.turns), 0, now()
-    print(f"{total} runs are left; results go to {recording.file}")
+    progress = Progress(parts)
+    print(f"{progress.total} runs are left; results go to {recording.file}")
     for part in parts:
         made = {
             name: Contender(**SERVED[ADAPTIVE if name in BEFORE else name])
@@ -129,32 +129,31 @@ def measure(args: argparse.Namespace, recording: Recording) -> None:
         with servers(part.device, made, _flags(part)) as running, _pinned(running.values()):
             try:
                 _warm_up(args, part, running)
+                progress.begin_part()
                 for turn in part.turns:
-                    first = recording.turns % len(turn.contenders)
-                    for name in turn.contenders[first:] + turn.contenders[:first]:
-                        found = _measured(args, part, turn, running[name])
+                    for name in recording.order(turn):
                         place = {
                             "mode": part.mode, "device": part.device, "kind": turn.kind,
                             "batch": turn.batch, "round": turn.round, "contender": name,
                             "turn": recording.turns,
                         }  # fmt: skip
-                        recording.add(place | found)
-                        done += 1
-                        left = (now() - started) / done * (total - done) / 60
-                        print(_line(done, total, left, place | found), flush=True)
+                        run = place | _measured(args, part, turn, running[name])
+                        recording.add(run)
+                        print(progress.end_run(part.mode), _line(run), flush=True)
                     recording.turns += 1
             except (WrongAnswer, SystemExit) as error:
                 if "recorded text" in str(error):
-                    recording.stop(f"A wrong answer: {error}. No speed is said.")
+                    recording.stop(f"A wrong answer: {error}")
                 raise SystemExit(str(error)) from error
+        progress.end_part()
 
 
-def _line(done: int, total: int, left: float, run: Run) -> str:
+def _line(run: Run) -> str:
     what = f"{run['mode']} {run['device']} {run['kind']} B={run['batch']} round {run['round']}"
     said = f"{run['contender']}: {run['tokens_per_second']:.0f} tokens/s"
     if "token_ms" in run:
         said += f", {run['token_ms']['median']:.2f} ms a token, CPU {run['cpu_share']}"
-    return f"{time.strftime('%H:%M:%S')} {done}/{total}, {left:.0f} min left: {what}, {said}"
+    return f"{what}, {said}"
 
 
 def _flags(part: Part) -> tuple[str, ...]:
@@ -258,10 +257,15 @@ def roles(server: Paced) -> dict[str, list[psutil.Process]]:
 
 
 def cpu_seconds(processes: dict[str, list[psutil.Process]]) -> dict[str, float]:
-    """Return the CPU time of processes so far, and of this one."""
+    """Return the CPU time so far of a server's processes, of this one, and of all elsewhere."""
+    import psutil
+
     times = {role: [process.cpu_times() for process in group] for role, group in processes.items()}
     found = {role: sum(t.user + t.system for t in group) for role, group in times.items()}
-    return {**found, "client": time.process_time()}
+    found["client"] = time.process_time()
+    machine = psutil.cpu_times()._asdict()
+    busy = sum(machine.get(name, 0.0) for name in ("user", "nice", "system", "steal"))
+    return {**found, "elsewhere": busy - sum(found.values())}
 
 
 def _cores() -> dict[str, list[int]] | None:

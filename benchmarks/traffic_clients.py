@@ -199,7 +199,8 @@ def check(received: bytes, request: Request, is_whole: bool, where: str) -> None
     wanted = request.prompt.output[: request.tokens]
     if ids != (wanted if is_whole else wanted[: len(ids)]):
         raise WrongAnswer(
-            f"{where}: {request.prompt.kind}, {request.tokens} tokens, is not the recorded text"
+            f"{where}: {request.prompt.kind}, {request.tokens} tokens, is not the recorded text. "
+            "No speed is said."
         )
 
 

@@ -67,7 +67,7 @@ class VirtualTimes:
 def run_figures(traffic: Traffic, times: VirtualTimes) -> Run:
     """Return what a run measured. Users are the requests that were sent in the window.
 
-    A sample of CPU times has the seconds of `scheduler`, `others` and `client`.
+    A sample of CPU times has seconds by what used them, `scheduler` among them.
     """
     begun, ended = times.at(traffic.begun), times.at(traffic.ended)
     wall = ended - begun

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paced_sglang import ADAPTIVE, CONTENDERS, KINDS, MIXED, NONE, OVERLAP
+from traffic_clients import now
 from traffic_figures import AGAIN, FIXED, FRESH, HISTORIES, THROUGHPUT, TRAFFIC, Run, summaries
 
 from outrider.redact import hide
@@ -106,6 +109,11 @@ class Recording:
         self.result["sessions"].append(session)
         self.turns = 1 + max((run["turn"] for run in self.runs), default=-1)
 
+    def order(self, turn: Turn) -> tuple[str, ...]:
+        """Return a turn's contenders, beginning with another one each time."""
+        first = self.turns % len(turn.contenders)
+        return turn.contenders[first:] + turn.contenders[:first]
+
     def add(self, run: Run) -> None:
         """Add a run to the file."""
         self.runs.append({**run, "session": len(self.result["sessions"]) - 1})
@@ -132,6 +140,44 @@ class Recording:
         new = self.file.with_suffix(".new")
         new.write_text(hide(json.dumps(self.result, indent=1)) + "\n")
         new.replace(self.file)
+
+
+class Progress:
+    """Says how many runs are left, and for how long: starts of servers count for themselves."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.left = Counter[str]()
+        for part in parts:
+            self.left[part.mode] += sum(len(turn.contenders) for turn in part.turns)
+        self.total, self.parts = self.left.total(), len(parts)
+        self.starts: list[float] = []
+        self.runs: dict[str, list[float]] = {}
+        self.since = now()
+
+    def begin_part(self) -> None:
+        """Say that a part's servers have started and met traffic."""
+        self.starts.append(self._lap())
+        self.parts -= 1
+
+    def end_run(self, mode: str) -> str:
+        """Say that a run is done. Return a word about those that are left."""
+        self.runs.setdefault(mode, []).append(self._lap())
+        self.left[mode] -= 1
+        usual = statistics.mean(seconds for own in self.runs.values() for seconds in own)
+        seconds = self.parts * statistics.mean(self.starts) + sum(
+            count * statistics.mean(self.runs.get(mode, [usual]))
+            for mode, count in self.left.items()
+        )
+        done = self.total - self.left.total()
+        return f"{time.strftime('%H:%M:%S')} {done}/{self.total}, {seconds / 60:.0f} min left:"
+
+    def end_part(self) -> None:
+        """Say that a part's servers have ended."""
+        self._lap()
+
+    def _lap(self) -> float:
+        before, self.since = self.since, now()
+        return self.since - before
 
 
 def plan(args: argparse.Namespace, modes: Sequence[str], runs: list[Run]) -> list[Part]:

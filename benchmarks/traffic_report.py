@@ -35,7 +35,9 @@ def show(result: dict[str, Any]) -> None:
     for mode in (TRAFFIC, HISTORIES):
         if shares := [run["cpu_share"] for run in result["runs"] if run["mode"] == mode]:
             most = max(share["others"] + share["client"] for share in shares)
-            print(f"{mode}: clients, HTTP and the detokenizer take {most:.2f} of a core at most")
+            elsewhere = max(share["elsewhere"] for share in shares)
+            print(f"{mode}: clients, HTTP and the detokenizer take {most:.2f} of a core at most;")
+            print(f"    what is no part of the benchmark takes {elsewhere:.2f} at most")
     goals = Table("goal", "wanted", "found", "met", title="goals, by medians over rounds")
     for goal in result["goals"]:
         met = "yes" if goal["met"] else "[red]no[/red]"
@@ -119,7 +121,7 @@ def plot(result: dict[str, Any], folder: Path) -> None:
                     places, medians, width, yerr=errors, color=COLOURS[name], label=name,
                     error_kw={"linewidth": 0.6},
                 )  # fmt: skip
-    figure.supylabel("time per output token / bare SGLang's")
+    figure.supylabel("time per token, times bare")
     handles = dict(zip(*reversed(grid.flat[0].get_legend_handles_labels()), strict=True))
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(names))
     save_plot(figure, "traffic", folder)

@@ -291,8 +291,8 @@ def test_clients_see_the_whole_window(server):
     assert found.ended - found.begun > 0.2
     assert all(a.sent < a.first <= a.last for a in found.answers)
     assert max(a.last - a.first for a in found.answers) > 0.005
-    # every client has sent a request after the window, and all before it have their answers
-    assert len(server.asked) - len(found.answers) == 3
+    # no client has more than one request without an answer, which was sent after the window
+    assert len(server.asked) - len(found.answers) <= 3
     assert any(found.begun <= a.sent < found.ended for a in found.answers)
     assert {body["sampling_params"]["stream_interval"] for body in server.asked} == {8}
 
