@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common import at_least, show_goals, spread, write
-from paced_servers import Contender, ask, run, servers
+from paced_servers import Contender, ask, can_price, run, servers
 from paced_sglang import (
     ADAPTIVE,
     CONTENDERS,
@@ -83,8 +83,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             name: install(checkout, Path(folder) / name)
             for name, checkout in (("before", args.checkout), ("after", ROOT))
         }
+        # both by the same clock: an older device charges the CPU for the device's work
+        is_priced = all(can_price(paths) for paths in trees.values())
         contenders = {
-            f"{drafter} {tree}": Contender(**CONTENDERS[drafter], paths=paths)
+            f"{drafter} {tree}": Contender(
+                **CONTENDERS[drafter], paths=paths, price_device_work=is_priced
+            )
             for drafter in DRAFTERS
             for tree, paths in trees.items()
         }

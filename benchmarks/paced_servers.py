@@ -14,7 +14,7 @@ from typing import Any
 from common_sglang import Suspendable, end_servers_at_sigterm
 from paced.clock import now
 from paced.device import Pass
-from paced.log import finished_log, steady
+from paced.log import finished_log, steady, virtual
 from paced.model import FLAGS, HEADED, write_head, write_model
 from paced.plugin import PLUGIN, VARIABLE
 from paced.texts import Prompt
@@ -33,6 +33,7 @@ class Contender:
     stock: whether Outrider runs on a backend of SGLang's, which reads a request's cache for each
         row of a decode batch; on its own backend, once for all of them
     paths: where another Outrider than this one is installed, and the site of its tests
+    price_device_work: whether a GPU's work between passes is taken out of the server's clock
     """
 
     flags: tuple[str, ...] = ()
@@ -41,6 +42,7 @@ class Contender:
     head: bool = False
     stock: bool = False
     paths: tuple[str, ...] = ()
+    price_device_work: bool = True
 
 
 class Paced(Suspendable):
@@ -86,7 +88,10 @@ def _start(
         "log": str(passes),
         "prefill_row": PREFILL_ROW,
         "reads_each_row": contender.stock,
+        "price_device_work": contender.price_device_work,
     }
+    if contender.paths and not can_price(contender.paths):
+        del setting["price_device_work"]
     (folder / f"{stem}.device.json").write_text(json.dumps(setting))
     environment = {VARIABLE: str(folder / f"{stem}.device.json"), "OMP_NUM_THREADS": "1"}
     if contender.paths:
@@ -114,6 +119,15 @@ def _start(
     return server
 
 
+def can_price(paths: Sequence[str]) -> bool:
+    """Say whether the paced device of another Outrider knows `price_device_work`.
+
+    paths: see `Contender`
+    """
+    plugin = Path(paths[-1]).parent / "paced" / "plugin.py"
+    return "price_device_work" in plugin.read_text()
+
+
 def ask(
     server: Paced,
     asked: list[Prompt],
@@ -133,7 +147,10 @@ def run(
     tokens: int,
     custom_params: dict[str, Any] | None = None,
 ) -> tuple[list[Pass], float]:
-    """Let a server answer a batch. Return the device's passes, and how long the answers took."""
+    """Let a server answer a batch. Return the device's passes, and how long the answers took.
+
+    Both are by the server's clock.
+    """
     tokens = min(tokens, *(len(prompt.output) for prompt in asked))
     params: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     if custom_params:
@@ -142,10 +159,12 @@ def run(
     server.resume()
     since = now()
     response = server.post("/generate", body, timeout=1800)
-    seconds = now() - since
+    until = now()
     assert response.ok, f"{response.status_code}: {response.text[:500]}"
     passes = finished_log(server.passes, since)
     server.suspend()
+    on_server = virtual(passes)
+    seconds = on_server(until) - on_server(since)
     for number, (prompt, answer) in enumerate(zip(asked, response.json(), strict=True)):
         if answer["output_ids"] != prompt.output[:tokens]:
             raise SystemExit(

@@ -302,6 +302,45 @@ def paced_parts() -> Iterator[Row]:
         yield [f"`{name}`, after: {' / '.join(parts)}", *cells]
 
 
+def _device_work(show: Callable[[dict[str, Any]], str]) -> Iterator[Row]:
+    """A line for each contender of the paced device's work, a column for each batch."""
+    cells = {(c["contender"], c["batch"]): c for c in result("paced_device_work")["cells"]}
+    sizes = list(dict.fromkeys(size for _, size in cells))
+    yield ["", *by_batch_header(sizes)]
+    for name in dict.fromkeys(name for name, _ in cells):
+        yield [f"`{name}`", *(show(cells[name, size]) for size in sizes)]
+
+
+def paced_device_work() -> Iterator[Row]:
+    """Milliseconds of a step's work between passes: excused, and charged."""
+
+    def show(cell: dict[str, Any]) -> str:
+        parts = (cell["all"][f] / 1000 for f in ("real_us", "launching_us", "device_us"))
+        return "{:.1f} -> {:.2f} + {:.2f}".format(*parts)
+
+    return _device_work(show)
+
+
+def paced_device_steps() -> Iterator[Row]:
+    """Milliseconds of a step beyond its pass, with the device's work as the CPU's and priced."""
+
+    def show(cell: dict[str, Any]) -> str:
+        steps = cell["step_ms_as_cpu_work"], cell["step_ms"]
+        return " -> ".join(f"{step - cell['pass_ms']:.1f}" for step in steps)
+
+    return _device_work(show)
+
+
+def paced_device_parts() -> Iterator[Row]:
+    """The same by part at B = 64: milliseconds excused, and launches."""
+    cells = {c["contender"]: c for c in result("paced_device_work")["cells"] if c["batch"] == 64}
+    yield ["", *(f"`{name}`" for name in cells)]
+    for part in dict.fromkeys(part for cell in cells.values() for part in cell["parts"]):
+        found = (cell["parts"].get(part) for cell in cells.values())
+        shown = (f and f"{f['real_us'] / 1000:.2f}, {f['launches']:.0f}" for f in found)
+        yield [part, *(each or "" for each in shown)]
+
+
 def kernels_static() -> Iterator[Row]:
     """What the machine code of our kernels and SGLang's says."""
     columns = {
@@ -450,6 +489,7 @@ TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     for make in (
         adaptive_cells, regimes, deciding, speed_transformers, paced_by_batch_0_5_23,
         paced_with_model_0_5_23, paced_cells, paced_context, paced_parts,
+        paced_device_work, paced_device_parts, paced_device_steps,
         kernels_static, compatibility, heads, heads_domain, heads_paced, heads_sglang, pool,
         ahead_counted, ahead_paced, ahead_real, ahead_coins, sanitizer, soak, fuzz, side_channel,
     )
@@ -628,6 +668,7 @@ STATED = {
         *("2.50",),  # the clock of the processor
         *("0.0", "3.4", "0.85", "1.15", "1.6", "1.00", "1.5"),  # rounded from the tables beside
         *("0.64", "3.25", "0.65", "0.85"),  # of a worker that is gone
+        *("1.5", "2.5", "3.35", "5.3"),  # prices of the device's work
     ],
 }
 """Numbers with a decimal point that are no results of ours, or repeat a table beside them."""

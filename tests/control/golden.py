@@ -29,9 +29,7 @@ from pathlib import Path
 import replay
 
 from outrider.control import Limits, adaptive_control
-from outrider.control.decision import CpuDrafts, DeviceDrafts, Feasible, Plain
-from outrider.control.device import NAME as DEVICE
-from outrider.core import Draft, PointMass, Proposal
+from outrider.control.decision import CpuDrafts, DeviceDrafts
 
 FILE = Path(__file__).parent / "golden.json"
 KINDS = ("chat", "code", "edit", "json", "prose", "mixed")
@@ -57,7 +55,10 @@ class Recorded(replay.Served):
     def propose(self, control, budget):
         """Return what is verified in this step, and note it."""
         proposal = super().propose(control, budget)
-        self.note("ahead" if self.early else "waits", proposal)
+        how = "early" if self.early else "waits"
+        if isinstance(self.launched, DeviceDrafts):
+            how += f" device={self.launched.drafter}/{self.launched.width}"
+        self.note(how, proposal)
         return proposal
 
     def note(self, how, proposal):
@@ -75,72 +76,8 @@ class Early(Recorded, replay.Overlapped):
     """Plain steps are launched early."""
 
 
-class OnDevice(Early):
-    """The device may draft, by lookups or with the draft model as a head, launched early.
-
-    entered: all requests that ever were in the batch
-    drafter: the one that drafts on the device in this step; "" if none does
-    """
-
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self.entered, self.drafter = [], ""
-
-    def enter(self):
-        """Fill the batch. Returns who is new."""
-        new = super().enter()
-        self.entered += new
-        return new
-
-    def propose(self, control, budget):
-        """Return what is verified in this step, and note it."""
-        self.drafter = ""
-        proposal = replay.Served.propose(self, control, budget)
-        how = "ahead" if self.early else "waits"
-        if isinstance(self.launched, DeviceDrafts):
-            self.drafter = self.launched.drafter
-            proposal = self.device_proposal(self.launched, control.models)
-        if self.drafter in control.models:
-            self.seconds += self.draft(self.batch) * proposal.max_depth
-        is_told = self.early or self.drafter
-        self.note(f"{how} device={self.drafter}" if is_told else how, proposal)
-        return proposal
-
-    def launch(self, control, budget):
-        """Return what is launched, and whether that is early."""
-        return super().launch(control, budget, Feasible(frozenset([DEVICE, *control.models])))
-
-    def decide_early(self, control):
-        """Return what is launched before the last outcome is known; None for nothing.
-
-        If all requests that the device drafts for have ended, those that follow them get no drafts
-        in their first step.
-        """
-        decision = super().decide_early(control)
-        if decision is None:
-            before = control.decide_early(self.entered)
-            if isinstance(before, DeviceDrafts):
-                self.drafter, decision = before.drafter, Plain()
-        return decision
-
-    def device_proposal(self, decision, heads):
-        """Return what the device drafts."""
-        drafts = []
-        for request, width in zip(self.on_stage, decision.num_drafts.tolist(), strict=True):
-            width = min(width, len(request.left) - 1)
-            if decision.drafter in heads:
-                tokens = [int(said[0]) for said in request.drafts()[:width]]
-            else:
-                tokens = found_in(request, width)
-            drafts.append(Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1)), PointMass()))
-        return Proposal.of(drafts)
-
-
-def found_in(request, width):
-    """Return what followed the last token when it was last seen, as a lookup on the device does."""
-    text = [*request.prompt, *request.output]
-    before = [at for at in range(len(text) - 1) if text[at] == text[-1]]
-    return text[before[-1] + 1 :][:width] if before and width else []
+class OnDevice(Recorded, replay.OnDevice):
+    """The device may draft, by lookups or with the draft model as a head, launched early."""
 
 
 def steps_of(cell):

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from outrider.control import Limits, adaptive_control
-from outrider.control.decision import CpuDrafts, Feasible, Report
+from outrider.control.decision import CpuDrafts, DeviceDrafts, Feasible, Report
 from outrider.core import (
     Budget,
     Draft,
@@ -27,6 +30,8 @@ from outrider.core import (
     SamplingParams,
 )
 from outrider.drafters import NgramDrafter, SuffixDrafter
+from outrider.kernels.ngram_match import ngram_match
+from outrider.serving.profile import LOOKUP
 
 FILE = Path(__file__).parent / "traces.json.gz"
 MOST = 12
@@ -232,9 +237,12 @@ class Theatre:
 
 
 class Served(Theatre):
-    """The same as an engine does it: control decides, and a step is launched and reported."""
+    """The same as an engine does it: control decides, and a step is launched and reported.
 
-    launches_early = False
+    made: the drafts that the device made in this step; None if it made none
+    """
+
+    launches_early, made = False, None
 
     def propose(self, control, budget):
         """Return what is verified in this step."""
@@ -249,7 +257,8 @@ class Served(Theatre):
 
     def observe(self, control, outcomes):
         """Report the step."""
-        control.observe(Report(Outcomes.of(outcomes), self.launched, self.early, self.seconds))
+        done = Outcomes.of(outcomes)
+        control.observe(Report(done, self.launched, self.early, self.seconds, self.made))
 
 
 def proposal_of(decision, batch):
@@ -275,9 +284,10 @@ class Overlapped(Served):
         self.wait = 1.0e-3 + 0.1e-3 * min(batch, 16) + 0.03e-3 * max(0, batch - 16)
         self.queued, self.unscored = 0.0, 0
 
-    def launch(self, control, budget, feasible=NOTHING):
+    def launch(self, control, budget):
         """Return what is launched, and whether that is early. Then drafts are scored meanwhile."""
-        early = self.decide_early(control)
+        feasible = self.feasible(control)
+        early = self.decide_early(control, budget.max_drafts, feasible)
         if early is None:
             self.seconds += self.wait / 3
             decision = control.decide(self.on_stage, budget, feasible)
@@ -286,15 +296,86 @@ class Overlapped(Served):
             control.meanwhile()
             return decision, False
         control.meanwhile()
-        self.unscored += 1
-        if self.unscored * self.scores_every > self.batch:
-            self.unscored = 0
-            control.score_unused(self.on_stage, budget, feasible)
+        if control.scores_unused(early.drafter if isinstance(early, DeviceDrafts) else ""):
+            self.unscored += 1
+            if self.unscored * self.scores_every > self.batch:
+                self.unscored = 0
+                control.score_unused(self.on_stage, budget, feasible)
         return early, True
 
-    def decide_early(self, control):
+    def feasible(self, control):
+        """Return what can be done in a step."""
+        return NOTHING
+
+    def decide_early(self, control, most, feasible):
         """Return what is launched before the last outcome is known; None for nothing."""
-        return control.decide_early(self.on_stage)
+        return control.decide_early(self.on_stage, most, feasible)
+
+
+class OnDevice(Overlapped):
+    """The device may draft too: by a lookup, or with the draft model as a head.
+
+    drafter: the one that made drafts on the device in this step; "" if none did
+    entered: the requests that the head has drafted for, in each step since it began
+    """
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.drafter, self.entered = "", set()
+
+    def feasible(self, control):
+        """Return what can be done in a step: all that control may do on the device."""
+        return Feasible(frozenset(control.device.arms))
+
+    def decide_early(self, control, most, feasible):
+        """Return what is launched before the last outcome is known; None for nothing.
+
+        A head must have drafted for the same requests in the step before.
+        """
+        decision = super().decide_early(control, most, feasible)
+        if isinstance(decision, DeviceDrafts) and decision.drafter in control.models:
+            follows = self.drafter == decision.drafter
+            if not follows or not {request.id for request in self.on_stage} <= self.entered:
+                return None
+        return decision
+
+    def propose(self, control, budget):
+        """Return what is verified in this step."""
+        proposal = super().propose(control, budget)
+        self.drafter, self.made = "", None
+        if not isinstance(self.launched, DeviceDrafts):
+            return proposal
+        self.drafter, width = self.launched.drafter, self.launched.width
+        if self.drafter in control.models:
+            self.made = said_by_head(self.on_stage, width)
+            self.seconds += self.draft(self.batch) * width
+            self.entered = {request.id for request in self.on_stage}
+        else:
+            self.made = looked_up(self.on_stage, width)
+        widths = np.minimum(self.launched.num_drafts, budget.max_drafts)
+        places = np.concatenate([np.arange(width) for width in widths])
+        tokens = self.made[np.repeat(np.arange(self.batch), widths), places]
+        return Proposal.found(tokens, widths, places - 1, np.ones(len(places)), trees=False)
+
+
+def looked_up(requests, width):
+    """Return what a lookup on the device drafts, [B, width]."""
+    texts = [[*request.prompt, *request.output] for request in requests]
+    lengths = [len(text) for text in texts]
+    tokens = torch.zeros(len(texts), max(lengths), dtype=torch.int64)
+    for line, text in zip(tokens, texts, strict=True):
+        line[: len(text)] = torch.tensor(text)
+    limits = torch.full((len(texts),), width)
+    return ngram_match(tokens, torch.tensor(lengths), limits, width, **LOOKUP)[0].numpy()
+
+
+def said_by_head(requests, width):
+    """Return what the draft model drafts as a head, [B, width]; 0 where nothing was recorded."""
+    made = np.zeros((len(requests), width), np.int64)
+    for line, request in zip(made, requests, strict=True):
+        said = [int(each[0]) for each in request.drafts()[:width]]
+        line[: len(said)] = said
+    return made
 
 
 class OverlappedModel(RecordedModel):

@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from outrider.control import AdaptiveDrafter, Control, Limits, adaptive_control
 from outrider.control.decision import Feasible, Plain, Report
-from outrider.control.device import DEPTHS
+from outrider.control.device import NAME
 from outrider.control.model_choice import FREE_SHARE, MAX_CREDIT, MAX_DEBT, Account
 from outrider.control.step import Passes, Step
 from outrider.core import Budget, KeyedCoins, Outcome, Outcomes, Proposal, chain
@@ -359,9 +360,10 @@ class Overlapped(World):
     exposed = 0.03
 
     def propose(self, control, budget):
-        decision = control.decide_early(self.requests)
+        decision = self.decide_early(control)
         self.early = decision is not None
         if self.early:
+            assert control.scores_unused("")
             control.score_unused(self.requests, budget, Feasible())
         else:
             self.seconds += self.exposed
@@ -373,8 +375,11 @@ class Overlapped(World):
     def observe(self, control, outcomes):
         control.observe(Report(Outcomes.of(outcomes), self.launched, self.early, self.seconds))
 
+    def decide_early(self, control):
+        return control.decide_early(self.requests, np.full(len(self.requests), K), Feasible())
+
     def is_asleep(self, control):
-        return isinstance(control.decide_early(self.requests), Plain)
+        return isinstance(self.decide_early(control), Plain)
 
 
 def served(world, free, models=(), launches_early=True):
@@ -544,8 +549,10 @@ def test_what_a_draft_server_foresees_says_nothing_of_lookups():
     for free in ({}, {"ahead": Foresees()}):
         world = World(2)
         drafter = adaptive({"suffix": Guesser("suffix", 0.0)} | free, clock=world.clock)
+        acceptance, device = drafter.control.acceptance, drafter.control.device
         world.run(drafter, 60)
-        chances = drafter.control.device.arms["device"].chances
-        learned.append(chances.of(drafter.control.acceptance.rows([0, 1]), DEPTHS[:2]).tolist())
+        rows = acceptance.rows([0, 1])
+        lookups = acceptance["suffix"].first.of(rows, np.array([0.8, 0.8]))
+        learned.append([lookups.tolist(), device.arms[NAME].survival(rows, rows + K).tolist()])
         assert sum(map(sum, world.drafts[30:])) > 300 or not free
     assert learned[0] == learned[1]

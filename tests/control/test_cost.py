@@ -294,3 +294,70 @@ def test_a_plain_step_is_the_table_at_one_row_per_request(each):
     cost = stock_cost()
     cost.limits = Limits(reads_each_row=each)
     assert cost.plain(60_000, 4) == cost.table(12, 60_000, 4)[4]
+
+
+# -- steps that are launched early
+
+
+def test_an_assumed_time_is_replaced_by_the_first_observation():
+    """However far off it is. An observed one is only corrected."""
+    assumed, observed = Curve(optimism=0.0), Curve(optimism=0.0)
+    assumed.seed(4, 10.0)
+    assert assumed.is_known
+    assert assumed.has_seen(4)
+    assert assumed.seconds(4) == pytest.approx(10.0)
+    observed.observe(4, 10.0)
+    for curve in (assumed, observed):
+        curve.observe(4, 0.1)
+    assert assumed.seconds(4) == pytest.approx(0.1)
+    assert observed.seconds(4) > 5.0
+    assumed.observe(4, 0.12)  # from now on it is like any other
+    assert 0.1 < assumed.seconds(4) < 0.12
+
+
+def test_an_assumed_time_weighs_little_beside_observed_ones():
+    """All passes take longer than was assumed: more rows are not assumed to be faster."""
+    curve = Curve(optimism=0.0)
+    for rows in (4, 8, 16):
+        curve.seed(rows, 0.1)
+    for _ in range(5):
+        curve.observe(4, 0.2)
+    assert curve.seconds(4) == pytest.approx(0.2, rel=0.05)
+    assert curve.seconds(16) == curve.seconds(4)
+
+
+def test_a_curve_without_optimism_is_what_was_observed():
+    curve, twin = Curve(optimism=0.0), Curve()
+    for each in (curve, twin):
+        each.observe(4, 0.1)
+    assert curve.seconds(4) == pytest.approx(0.1)
+    assert twin.seconds(4) < 0.096
+
+
+EARLY = Limits(launches_early=True)
+
+
+def test_steps_that_are_launched_early_are_assumed_not_to_wait_until_one_is_seen():
+    cost = StepCost(limits=EARLY)
+    for _ in range(100):
+        for rows in (4, 8, 16):
+            cost.observe(rows, 0, 0.01 * rows)
+        cost.cpu.observe(4, 0.05)
+    early, waits = cost.early_table(16, 0, 4), cost.table(16, 0, 4)
+    assert cost.waiting(0, 4) == pytest.approx(0.05, rel=0.1)
+    assert early[4] == waits[4]
+    assert early[5:] == pytest.approx(waits[5:] - cost.waiting(0, 4))
+    assert early[16] > early[4]
+
+
+def test_steps_that_are_launched_early_have_a_curve_of_their_own():
+    cost = StepCost(limits=EARLY)
+    for _ in range(50):
+        for rows in (4, 16):
+            cost.observe(rows, 0, 0.3, 4)
+            cost.observe(rows, 0, 0.1 + 0.001 * rows, 4, early=True)
+    early = cost.early_table(16, 0, 4)
+    assert early[[4, 16]] == pytest.approx([0.104, 0.116], rel=0.01)
+    assert cost.plain(0, 4) == early[4] == cost.table(16, 0, 4)[4]
+    assert cost.table(16, 0, 4)[16] == pytest.approx(0.3, rel=0.01)
+    assert cost.waiting(0, 4) == pytest.approx(0.196, rel=0.02)

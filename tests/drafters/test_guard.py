@@ -369,6 +369,7 @@ CALLS = {
     "propose": lambda guard, made: guard.propose(made, budget()),
     "ask": lambda guard, made: guard.ask(made, fail),
     "call": lambda guard, made: guard.call(made, fail),
+    "call_early": lambda guard, made: guard.call_early(made, fail, None),
     "observe": lambda guard, made: guard.observe(outcomes_of(made)),
     "pass_on": lambda guard, made: guard.pass_on(outcomes_of(made), lambda done: fail()),
     "meanwhile": lambda guard, made: guard.meanwhile(),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from outrider.control.decision import Plain
+from outrider.control.decision import DeviceDrafts, Plain
 from outrider.core import Proposal, SamplingParams, chain
 from outrider.drafters import GuardedDrafter
 from outrider.serving import logits
@@ -77,13 +78,16 @@ class Full:
 
 
 class Steps:
-    """Decides for requests of a server whose passes have room for so many rows."""
+    """Decides for requests of a server whose passes have room for so many rows.
 
-    def __init__(self, limit, vocab_size=1000):
-        self.pool = Pool({"full": GuardedDrafter(Full(), vocab_size)})
+    depths, device: of drafters of the device
+    """
+
+    def __init__(self, limit, vocab_size=1000, depths=None, device=None):
+        self.pool = Pool({"full": GuardedDrafter(Full(), vocab_size)}, depths=depths or {})
         rows = RowBudget(limit, vocab_size, logit_bytes=2, coins=None, trees=False)
         self.table = SimpleNamespace(columns=None)
-        self.decider = Decider(self.table, self.pool, DeviceDrafters(), rows)
+        self.decider = Decider(self.table, self.pool, device or DeviceDrafters(), rows)
 
     def drafts(self, members, num_penalties=0, room=None):
         """Return how many drafts each request gets in a step."""
@@ -136,3 +140,65 @@ def test_the_last_token_has_no_draft_beside_it():
     for emitted, drafts in ((96, 3), (98, 1), (99, 0)):
         assert steps.drafts(running(requests(1, [3] * emitted))) == [drafts]
     assert not steps.pool.fallback_totals()
+
+
+# -- steps that are launched early
+
+
+class OnDevice:
+    """Drafts on the device, for all requests or for none."""
+
+    def __init__(self, can=True):
+        self.can = can
+
+    def names(self, columns, longest, requests):
+        return frozenset(["full"] if self.can else [])
+
+    def follows(self, drafter, before, requests):
+        return True
+
+
+def early(count, limit=64, knows=Knows.DEVICE, room=None, most=4, **device):
+    """Return what is decided early for so many requests."""
+    steps = Steps(limit, depths={"full": 64}, device=OnDevice(**device))
+    found = [replace(r, max_drafts=most) for r in requests(count)]
+    steps.table.columns = Columns.of(found)
+    batch = Batch([], knows, running(found).lens, None, None, None, room=room)
+    assert steps.decider.may_be_early(batch)
+    return steps.decider.decide_early(batch, found, lambda: batch.longest)
+
+
+def test_early_drafts_keep_to_the_rows_of_a_pass():
+    for count, drafts in ((10, 4), (16, 3), (40, 0)):
+        found = early(count)
+        assert found.num_drafts.tolist() == [drafts] * count
+        assert count * (1 + drafts) <= 64
+
+
+def test_early_drafts_keep_to_their_slots():
+    found = early(4, room=np.array([3, 4, 5, 9]))
+    assert found.num_drafts.tolist() == [0, 1, 2, 4]
+    assert found.width == 4, "as many are made, also for requests without rows"
+
+
+@pytest.mark.parametrize(
+    ("knows", "can", "expected"),
+    [
+        (Knows.BOTH, True, Plain),
+        (Knows.BOTH, False, Plain),
+        (Knows.DEVICE, True, DeviceDrafts),
+        (Knows.DEVICE, False, type(None)),
+    ],
+)
+def test_an_early_step_without_drafts(knows, can, expected):
+    """Where only the device knows the lengths, it lays the rows out."""
+    found = early(3, knows=knows, most=0, can=can)
+    assert type(found) is expected
+    if isinstance(found, DeviceDrafts):
+        assert found.num_drafts.tolist() == [0, 0, 0]
+        assert found.width == 1
+
+
+def test_nothing_is_decided_early_for_drafts_that_the_device_cannot_make():
+    assert early(3, can=False) is None
+    assert early(3).num_drafts.tolist() == [4] * 3

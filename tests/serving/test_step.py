@@ -13,6 +13,7 @@ from outrider.control.decision import CpuDrafts, DeviceDrafts, Plain
 from outrider.core import FinishReason, Proposal, SamplingParams, chain
 from outrider.core.settle import kept_tokens
 from outrider.drafters import GuardedDrafter, NgramDrafter, NoDrafter
+from outrider.serving import device, values
 from outrider.serving.decider import Decider
 from outrider.serving.device import DeviceTexts
 from outrider.serving.device_drafters import DeviceDrafters
@@ -81,13 +82,17 @@ def describe(req, number):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows of the fake engine. emitted: [N] after each; knows, lens: of the requests, after it"""
+    """Rows of the fake engine.
+
+    index, knows, lens: of the requests; the last two after the step
+    emitted: [N] after each row
+    """
 
     reqs: list[Req]
+    index: torch.Tensor
     emitted: list[int]
     knows: Knows
     lens: list[int]
-    longest: list[int]
     drafts: Any = None
 
 
@@ -100,7 +105,6 @@ class Echo:
     def __init__(self, device):
         self.events: list[Any] = []
         self.lens: dict[str, int] = {}  # how many tokens are cached, as the device knows it
-        self.longest: dict[str, int] = {}
         self.knows: dict[str, Knows] = {}
         self.placed: list[Any] = []
         self._device = device
@@ -114,9 +118,9 @@ class Echo:
 
     def lay_out(self, batch, members, decision, drafts):
         requests = members.requests
-        reqs = [request.req for request in requests]
+        reqs, index = [request.req for request in requests], batch.index[members.places]
         if drafts is not None:
-            counts, owners = drafts.layout.shape.num_drafts, drafts.layout.owner.tolist()
+            owners = drafts.layout.owner.tolist()
             paths = [
                 (
                     reqs[owner],
@@ -127,8 +131,7 @@ class Echo:
                     zip(owners, drafts.layout.place.tolist(), strict=True)
                 )
             ]
-            longest = (members.lens + counts + 1).tolist()
-            return self._rows(reqs, paths, Knows.DEVICE, [0] * len(reqs), longest, drafts)
+            return self._rows(reqs, index, paths, Knows.DEVICE, [0] * len(reqs), drafts)
         proposal = Proposal.empty(len(reqs))
         if isinstance(decision, CpuDrafts):
             proposal = decision.proposal
@@ -142,24 +145,26 @@ class Echo:
             for owner, path in zip(proposal.row_owners.tolist(), proposal.paths(), strict=True)
         ]
         after = [n + 1 for n in lens]
-        return self._rows(reqs, paths, Knows.BOTH if is_plain else Knows.CPU, after, after)
+        return self._rows(reqs, index, paths, Knows.BOTH if is_plain else Knows.CPU, after)
 
-    def _rows(self, reqs, paths, knows, lens, longest, drafts=None):
+    def _rows(self, reqs, index, paths, knows, lens, drafts=None):
         emitted = []
         for req, start, path in paths:
             end = start + len(path)
             is_text = path == req.text[start:end]
             emitted.append(req.text[end] if is_text else JUNK + end % 90)
-        return Rows(reqs, emitted, knows, lens, longest, drafts)
+        return Rows(reqs, index, emitted, knows, lens, drafts)
 
     def run(self, rows):
         self.events.append("run")
         tokens, lens = torch.tensor(rows.emitted), rows.lens
+        if rows.knows is Knows.BOTH:
+            self._device.append(rows.index, torch.tensor(lens), tokens)
         if rows.drafts is not None:
             after, tokens = self._device.advance(rows.drafts, tokens)
             lens = after.tolist()
-        for req, n, longest in zip(rows.reqs, lens, rows.longest, strict=True):
-            self.lens[req.rid], self.longest[req.rid], self.knows[req.rid] = n, longest, rows.knows
+        for req, n in zip(rows.reqs, lens, strict=True):
+            self.lens[req.rid], self.knows[req.rid] = n, rows.knows
         return tokens
 
     def emitted(self, ticket):
@@ -239,8 +244,8 @@ class Server:
     """
 
     def __init__(self, *reqs, drafts=None, control=None, calibrate=None, limit=64):
-        texts = DeviceTexts(torch.arange(8 * ROOM).view(8, ROOM), 1, 4)
-        self.device = DeviceDrafters(texts)
+        self.texts = DeviceTexts(torch.arange(8 * ROOM).view(8, ROOM), {"min_n": 1, "max_n": 4})
+        self.device = DeviceDrafters(self.texts)
         guards = {
             "none": NoDrafter(),
             "known": drafts or Drafts(),
@@ -284,8 +289,10 @@ class Server:
         self.in_flight.append(PrefillLaunch(reqs, [PROMPT] * len(reqs), ticket))
         for req in reqs:
             self.lines[req.rid] = len(self.lines)
-            self.engine.lens[req.rid] = self.engine.longest[req.rid] = PROMPT
-            self.engine.knows[req.rid] = Knows.BOTH
+            self.engine.lens[req.rid], self.engine.knows[req.rid] = PROMPT, Knows.BOTH
+        index = torch.tensor([self.lines[req.rid] for req in reqs])
+        lens = torch.full_like(index, PROMPT)
+        self.device.enter(reqs, index, lens, torch.tensor(ticket), np.empty(0, np.int64))
         self.reqs += reqs
         self.last = None
 
@@ -293,6 +300,7 @@ class Server:
         """Append what a prefill has emitted."""
         for req in reqs:
             req.output_ids.append(req.text[PROMPT])
+            req.has_ended = req.max_tokens == 1
 
     def launch(self):
         """Launch a step of all requests that the scheduler does not know to have ended."""
@@ -301,8 +309,8 @@ class Server:
         step = self.step.launch(
             Batch(
                 reqs,
-                knows.pop() if len(knows) == 1 else Knows.CPU,
-                np.array([self.engine.longest[req.rid] for req in reqs]),
+                next(side for side in (Knows.CPU, Knows.DEVICE, Knows.BOTH) if side in knows),
+                self.in_flight.max_cached(reqs, self.table),
                 torch.tensor([self.lines[req.rid] for req in reqs]),
                 torch.tensor([self.engine.lens[req.rid] for req in reqs]),
                 None,
@@ -318,8 +326,9 @@ class Server:
         settled = self.step.outcome_of(self.steps.pop(0))
         for outcome in settled.outcomes:
             req = outcome.request.req
-            req.output_ids += outcome.tokens
-            req.has_ended = outcome.finish_reason is not None
+            if req.max_tokens > 1:  # otherwise it has ended by its first token
+                req.output_ids += outcome.tokens
+                req.has_ended = outcome.finish_reason is not None
         self.step.after_outcome()
         return settled
 
@@ -405,33 +414,154 @@ def test_a_fault_of_a_drafter_makes_the_step_a_plain_one(monkeypatch):
 # -- with drafts of the device
 
 
+def accepted(server):
+    """Return how many drafts were accepted in the steps that were settled."""
+    server.step.meanwhile()
+    return sum(int(s.outcomes.num_accepted_drafts.sum()) for s in server.metrics.settled)
+
+
 def test_drafts_of_the_device_are_made_before_the_last_step_is_known():
     server = Server(req(drafter="device"))
-    first = server.launch()
-    assert isinstance(first.decision, DeviceDrafts)
-    assert not first.early, "the device has to get the texts first"
-    server.engine.events.clear()
-    early = [server.launch() for _ in range(2)]
-    assert [step.early for step in early] == [True, True]
-    assert [step.device_drafter for step in early] == ["device"] * 2
-    assert server.engine.events == ["run", "run"]
+    early = [server.launch() for _ in range(3)]
+    assert all(isinstance(step.decision, DeviceDrafts) for step in early)
+    assert [step.early for step in early] == [True] * 3, "the device has the texts from the prompts"
+    assert [step.device_drafter for step in early] == ["device"] * 3
+    assert server.engine.events == ["run"] * 3
     asked = server.reqs[0]
     server.serve()
     assert asked.output_ids == asked.answer
-    accepted = sum(int(s.outcomes.num_accepted_drafts.sum()) for s in server.metrics.settled)
-    assert accepted > 3, "the text repeats itself"
+    assert accepted(server) > 3, "the text repeats itself"
+
+
+def test_requests_that_join_do_not_make_a_step_wait():
+    """Nor does a plain request among those that draft, nor the end of one."""
+    a, b, c = req(drafter="device"), req("b", 9, drafter="device"), req("c")
+    server = Server(a)
+    server.launch()
+    for joining in (b, c):
+        server.launch()
+        server.prefill(joining)
+        server.engine.events.clear()
+        step = server.launch()
+        assert step.early
+        assert [each.req for each in step.requests] == server.reqs
+        assert isinstance(step.decision, DeviceDrafts)
+        assert server.engine.events == ["run"], "nothing was fetched before the launch"
+        server.take_prefill(joining)
+        server.take()
+    server.serve()
+    assert [each.output_ids for each in (a, b, c)] == [each.answer for each in (a, b, c)]
+    assert all(settled.launched.early for settled in server.metrics.settled)
+    assert accepted(server) > 6
+
+
+def test_twin_a_text_that_the_device_does_not_have_makes_steps_wait(monkeypatch):
+    a, b = req(drafter="device"), req("b", drafter="device")
+    server = Server(a)
+    server.launch()
+    monkeypatch.setattr(DeviceTexts, "enter", lambda *_: None)
+    server.prefill(b)
+    server.engine.events.clear()
+    assert not server.launch().early
+    assert server.engine.events == ["fetch", "first tokens", "prepare", "run"]
+    server.take_prefill(b)
+    server.serve()
+    assert [each.output_ids for each in (a, b)] == [each.answer for each in (a, b)]
+
+
+def test_with_more_requests_than_lines_the_cpu_drafts(monkeypatch):
+    monkeypatch.setattr(device, "MAX_TEXT_BYTES", 2 * 4 * ROOM)
+    lengths = {"a": 30, "b": 12, "c": 9, "d": 20}
+    asked = [req(rid, n, drafter="device") for rid, n in lengths.items()]
+    server = Server(*asked[:3])
+    while asked[1].output_ids != asked[1].answer:
+        server.launch()
+        server.take()
+    server.prefill(asked[3])  # in the line of one that has ended
+    server.launch()
+    server.take_prefill(asked[3])
+    server.serve()
+    assert [each.output_ids for each in asked] == [each.answer for each in asked]
+    on_device = [
+        {each.req.rid for each in settled.launched.requests}
+        for settled in server.metrics.settled
+        if isinstance(settled.launched.decision, DeviceDrafts)
+    ]
+    assert on_device[-1] <= {"a", "d"}
+    assert {"a", "d"} in on_device
+    assert not any({"a", "b", "c"} <= rids for rids in on_device)
+    assert not server.pool.fallback_totals()
+
+
+def made_of(server):
+    """Return the reports of a server's steps, as they come."""
+    reports, observe = [], server.pool.observe
+
+    def noted(report):
+        reports.append(report)
+        observe(report)
+
+    server.pool.observe = noted
+    return reports
+
+
+def is_made_for(report):
+    """Say of each request of a report whether all its drafts are tokens of its own text."""
+    own = [set(request.req.text) for request in report.outcomes.requests]
+    return [set(drafts) <= tokens for drafts, tokens in zip(report.made.tolist(), own, strict=True)]
+
+
+def served_beside_one_that_ends():
+    """Serve three requests, one without drafts and one that ends early. Return the reports."""
+    asked = [req("a", 7), req("b", 20, drafter="device"), req("c", 20)]
+    server = Server(*asked)
+    for _ in range(4):  # the texts repeat themselves then, and there is something to look up
+        server.launch()
+        server.take()
+    reports = made_of(server)
+    server.serve()
+    assert [each.output_ids for each in asked] == [each.answer for each in asked]
+    return [report for report in reports if isinstance(report.decision, DeviceDrafts)]
+
+
+def test_drafts_without_rows_are_reported_of_their_own_requests():
+    reports = served_beside_one_that_ends()
+    sizes = [len(report.outcomes.requests) for report in reports]
+    assert set(sizes) >= {1, 2, 3}
+    assert any(
+        len(report.decision.num_drafts) > size for report, size in zip(reports, sizes, strict=True)
+    ), "a request had ended when its step was settled"
+    for report in reports:
+        assert report.made.shape == (len(report.outcomes.requests), report.decision.width)
+        assert all(is_made_for(report))
+    without = [r for r in reports for n in r.outcomes.num_drafts.tolist() if not n]
+    assert len(without) > 6
+
+
+def test_twin_drafts_of_requests_that_have_ended_are_seen(monkeypatch):
+    monkeypatch.setattr(
+        values,
+        "unpack",
+        lambda fetched, counts, members: (
+            *device.unpack(fetched, counts, members)[:2],
+            device.unpack(fetched, counts, None)[2][: len(counts if members is None else members)],
+        ),
+    )
+    assert not all(all(is_made_for(report)) for report in served_beside_one_that_ends())
 
 
 def test_a_fault_on_the_device_makes_the_step_a_plain_one_and_is_counted(monkeypatch, caplog):
-    server = Server(req(drafter="device"), req("b", drafter="device"))
-    monkeypatch.setattr(DeviceTexts, "write", lambda *_: 1 / 0)
-    assert isinstance(server.launch().decision, Plain)
+    asked = req(drafter="device"), req("b", drafter="device")
+    server = Server(*asked, calibrate=lambda batch: None)  # so the first step waits
+    monkeypatch.setattr(DeviceDrafters, "begin", lambda *_: 1 / 0)
+    first = server.launch()
+    assert not first.early
+    assert isinstance(first.decision, Plain)
     assert server.pool.fallback_totals() == {"device": 2}
     assert "no more drafts of device on the device" in caplog.text
-    both = list(server.reqs)
     server.serve()
     assert server.pool.fallback_totals() == {"device": 2}, "it is not asked again"
-    assert [each.output_ids for each in both] == [each.answer for each in both]
+    assert [each.output_ids for each in asked] == [each.answer for each in asked]
 
 
 def test_a_fault_in_a_step_launched_early_waits_for_the_last_outcome(monkeypatch):
@@ -568,10 +698,13 @@ class Asleep:
     def start(self, requests):
         pass
 
-    stop = observe = start
+    stop = forget = observe = start
 
-    def decide_early(self, requests):
+    def decide_early(self, requests, most, feasible):
         return Plain()
+
+    def scores_unused(self, on_device):
+        return not on_device
 
     def score_unused(self, requests, budget, feasible):
         self.scored.append((list(requests), budget.max_drafts.tolist()))
@@ -656,6 +789,173 @@ def test_twin_rows_that_are_not_discarded_are_seen(monkeypatch):
     monkeypatch.setattr(Launched, "running", lambda self: np.arange(len(self.requests)))
     reqs, _ = served("plain")
     assert [each.output_ids for each in reqs] != [each.answer for each in reqs]
+
+
+# -- the law: the device has each text
+
+
+class Fickle(Drafts):
+    """Control that decides at random, now early and now when the last outcome is known."""
+
+    name = "adaptive"
+    hidden_layers = ()
+
+    def __init__(self, rng):
+        super().__init__(wrong={9, 14, 21, 30})
+        self.rng = rng
+
+    def decide_early(self, requests, most, feasible):
+        kind = self.rng.choice(["wait", "plain", "device", "device"])
+        if kind == "wait":
+            return None
+        return self._of_device(most, feasible) if kind == "device" else Plain()
+
+    def decide(self, requests, budget, feasible):
+        kind = self.rng.choice(["plain", "device", "cpu", "cpu"])
+        if kind == "cpu":
+            budget = replace(budget, max_drafts=self.rng.integers(0, budget.max_drafts + 1))
+            proposal = self.propose(requests, budget)
+            if len(proposal.parents):
+                return CpuDrafts(proposal, ["known"] * len(requests))
+        return self._of_device(budget.max_drafts, feasible) if kind == "device" else Plain()
+
+    def _of_device(self, most, feasible):
+        if "device" not in feasible.on_device:
+            return Plain()
+        drafts = self.rng.integers(0, most + 1)
+        return DeviceDrafts("device", drafts, max(1, drafts.max() + self.rng.integers(0, 3)))
+
+    def scores_unused(self, on_device):
+        return False
+
+    def forget(self, requests):
+        pass
+
+    def observe(self, report):
+        super().observe(report.outcomes)
+
+
+KINDS = {
+    (Plain, True): "plain",
+    (Plain, False): "informed",
+    (CpuDrafts, False): "drafts of the CPU",
+    (DeviceDrafts, True): "device",
+    (DeviceDrafts, False): "informed device",
+}
+
+
+class Mixed(Server):
+    """Serves requests that join at any time, by steps of all kinds, and compares texts.
+
+    wrong: how many texts differed on the device: from what the target emits where a step begins,
+        and from prompt and output where nothing is in flight
+    kinds: of the steps that were launched
+    """
+
+    def __init__(self, seed):
+        rng = np.random.default_rng(seed)
+        super().__init__(control=Fickle(rng))
+        self.rng, self.wrong, self.kinds = rng, 0, set()
+        ends, catch_up = self.texts.ends, self.texts.catch_up
+
+        def compared_ends(requests, decision, index, lens, longest):
+            for request, n, most in zip(requests, lens.tolist(), longest.tolist(), strict=True):
+                assert n <= most
+                self.compare(request, request.req.text[: n + 1])
+            return ends(requests, decision, index, lens, longest)
+
+        def compared_catch_up(requests):
+            catch_up(requests)
+            for request in requests:
+                self.compare(request, [*request.prompt, *request.output])
+
+        self.texts.ends, self.texts.catch_up = compared_ends, compared_catch_up
+
+    def compare(self, request, text):
+        line = self.texts._lines[request.req.rid].number
+        self.wrong += self.texts._tokens[line, : len(text)].tolist() != text
+
+    def serve_mixed(self):
+        """Return the requests, served to their ends."""
+        asked = [
+            req(rid, int(self.rng.integers(1, 40)), drafter=self.rng.choice(["adaptive", "none"]))
+            for rid in "abcdef"
+        ]
+        asked[0].drafter, coming, joining = "adaptive", [*asked], []
+        while coming or self.steps or any(not each.has_ended for each in self.reqs):
+            if joining:  # their prefill is taken in one step after it was launched
+                self.take_prefill(*joining)
+            running = [each for each in self.reqs if not each.has_ended]
+            joining = []
+            if coming and (not running or self.rng.random() < 0.2):
+                joining = [coming.pop(0) for _ in range(min(len(coming), self.rng.integers(1, 3)))]
+                self.prefill(*joining)
+            elif running:
+                step = self.launch()
+                self.kinds.add(KINDS[type(step.decision), step.early])
+            while len(self.steps) > 1 or (self.steps and not self.reqs):
+                self.take()
+            if not any(not each.has_ended for each in self.reqs):
+                while self.steps:
+                    self.take()
+        return asked
+
+
+SEEDS = range(25)
+
+
+def test_the_device_has_each_text_whatever_came_before():
+    kinds = set()
+    for seed in SEEDS:
+        server = Mixed(seed)
+        asked = server.serve_mixed()
+        assert [each.output_ids for each in asked] == [each.answer for each in asked]
+        assert not server.pool.fallback_totals()
+        assert server.wrong == 0
+        kinds |= server.kinds
+    assert kinds == {*KINDS.values()}
+
+
+def lost_append(self, index, lens, tokens):
+    self.last_tokens[index] = tokens
+
+
+def lost_write(self, texts, write=DeviceTexts._write):
+    write(self, [each for each in texts if not each[2]])  # only prompts
+
+
+def lost_advance(self, rows, emitted, advance=DeviceTexts.advance):
+    before = self._tokens.clone()
+    found = advance(self, rows, emitted)
+    self._tokens.copy_(before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "lost"),
+    [("append", lost_append), ("_write", lost_write), ("advance", lost_advance)],
+)
+def test_twin_tokens_that_are_not_written_are_seen(monkeypatch, method, lost):
+    """Those of a plain step, those that the device lacks, or those of a step with its drafts."""
+    monkeypatch.setattr(DeviceTexts, method, lost)
+    assert any(wrong_texts(seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("dropped", [0, 3, 17])
+def test_twin_a_single_token_that_is_not_written_is_seen(monkeypatch, dropped):
+    calls, append = iter(range(10**6)), DeviceTexts.append
+
+    def all_but_one(self, *tokens):
+        (lost_append if next(calls) == dropped else append)(self, *tokens)
+
+    monkeypatch.setattr(DeviceTexts, "append", all_but_one)
+    assert any(wrong_texts(seed) for seed in SEEDS)
+
+
+def wrong_texts(seed):
+    server = Mixed(seed)
+    server.serve_mixed()
+    return server.wrong
 
 
 def test_the_reason_of_an_end_is_told():

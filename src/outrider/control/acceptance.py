@@ -56,14 +56,16 @@ class Chances:
     Requests are given as rows: see `Acceptance.rows`.
 
     capacity: number of rows
+    priors: of other buckets than those of confidences, which are then given by number
     """
 
     _keep_pool = 0.5 ** (1.0 / POOL_MEMORY)
     _keep = 0.5 ** (1.0 / REQUEST_MEMORY)
 
-    def __init__(self, capacity: int = 0) -> None:
-        priors = np.array([prior(bucket) for bucket in range(len(EDGES) + 1)])
-        # by confidence bucket: accepted drafts and all drafts, decayed, and their ratio
+    def __init__(self, capacity: int = 0, priors: Floats | None = None) -> None:
+        if priors is None:
+            priors = np.array([prior(bucket) for bucket in range(len(EDGES) + 1)])
+        # by bucket: accepted drafts and all drafts, decayed, and their ratio
         self._hits, self._tries = priors * PRIOR_WEIGHT, np.full(len(priors), PRIOR_WEIGHT)
         self._share = priors
         # by row: the shift, and its precision beyond UNKNOWN
@@ -71,8 +73,11 @@ class Chances:
 
     def of(self, rows: Ints, confidences: Floats) -> Floats:
         """Return the probability of each draft, given that its parent is accepted."""
-        share = self._share[EDGES.searchsorted(confidences, "right")]
-        return _limit(_shifted(share, self._shift[rows]))
+        return self.of_buckets(rows, EDGES.searchsorted(confidences, "right"))
+
+    def of_buckets(self, rows: Ints, buckets: Ints) -> Floats:
+        """Return the same by bucket. rows, buckets: arrays that broadcast"""
+        return _limit(_shifted(self._share[buckets], self._shift[rows]))
 
     def tries(self, confidences: Floats) -> Floats:
         """Return how many drafts of such confidences were seen, the earlier ones counting less."""
@@ -92,20 +97,24 @@ class Chances:
         return _limit(_shifted(share, self._shift[rows] * keep + more))
 
     def observe(self, rows: Ints, confidences: Floats, hits: Bools) -> None:
-        """Learn which drafts were right. Their parents were right.
+        """Learn which drafts were right. Their parents were right. rows: of their requests"""
+        self.observe_buckets(rows, EDGES.searchsorted(confidences, "right"), hits)
 
-        rows: of the draft's request; each row at most once
-        """
-        bucket, shift = EDGES.searchsorted(confidences, "right"), self._shift[rows]
-        chance = _shifted(self._share[bucket], shift)
-        learnt = self._learnt[rows] * self._keep + chance * (1.0 - chance)
-        self._learnt[rows] = learnt
-        self._shift[rows] = shift + (hits - chance) / (UNKNOWN + learnt)
+    def observe_buckets(self, rows: Ints, buckets: Ints, hits: Bools) -> None:
+        """Learn the same by bucket, of all drafts of a step at once."""
+        chance = _shifted(self._share[buckets], self._shift[rows])
+        capacity = len(self._shift)
+        seen = np.bincount(rows, minlength=capacity)
+        known = np.bincount(rows, chance * (1.0 - chance), capacity)
+        surprise = np.bincount(rows, hits - chance, capacity)
+        learnt = self._learnt * self._keep**seen + known
+        self._learnt = learnt
+        self._shift += surprise / (UNKNOWN + learnt)
         size = len(self._tries)
-        tries = np.bincount(bucket, minlength=size)
+        tries = np.bincount(buckets, minlength=size)
         keep = self._keep_pool**tries
         self._tries = self._tries * keep + tries
-        self._hits = self._hits * keep + np.bincount(bucket, hits, size)
+        self._hits = self._hits * keep + np.bincount(buckets, hits, size)
         self._share = _limit(self._hits / self._tries)
 
     def grow(self, capacity: int) -> None:
@@ -154,6 +163,11 @@ class Acceptance:
         self._free: list[int] = []
         self._capacity = 0
 
+    def add_buckets(self, priors: Floats) -> Chances:
+        """Return chances by buckets of the caller's. priors: of the buckets"""
+        self._all.append(Chances(self._capacity, priors))
+        return self._all[-1]
+
     def add(self, name: str, has_prior: bool = False) -> DrafterChances:
         """Return the chances of a new drafter. Nothing is known about its drafts yet.
 
@@ -183,10 +197,11 @@ class Acceptance:
                     chances.grow(self._capacity)
             return self.rows(requests)
 
-    def forget(self, request: Hashable) -> None:
-        """Forget a request that has ended."""
+    def forget(self, request: Hashable) -> int | None:
+        """Forget a request that has ended. Return the row that it had, if it had one."""
         row = self._rows.pop(request, None)
         if row is not None:
             self._free.append(row)
             for chances in self._all:
                 chances.forget(row)
+        return row

@@ -18,9 +18,10 @@ Values go in and come out (`decision`). The engine says what is feasible, contro
 engine reports what it launched and what was emitted. The target's pass lasts from a decision to its
 report, and the draft model's passes are timed inside `decide`.
 
-An engine that launches plain steps early never makes the device wait in them. While drafts do not
-pay for their wait, control is *asleep*: it decides early for plain steps, and only scores the
-drafts that it would have made, while the device works.
+An engine that launches steps early never makes the device wait in them. Where its device can draft,
+each step is decided early: how many drafts each request gets (`device`). Elsewhere early steps are
+plain. While drafts of the CPU do not pay for their wait, control is *asleep*: it only scores the
+drafts that it would have made, while the device works. It is *awake* while steps wait for drafts.
 
 Exploration: a batch size that was never seen starts with a plain step. While drafts gain little,
 every PLAIN_CHECK_EVERY-th step is plain. A draft model that is not called has an optimistic
@@ -46,15 +47,24 @@ from outrider.control.decision import (
     Plain,
     Report,
 )
+from outrider.control.device import NAME as DEVICE
 from outrider.control.device import DeviceChoice
 from outrider.control.learning import Learning
+from outrider.control.lookups import LazyLookup
 from outrider.control.model_choice import Call, ModelChoice, PassingDrafter
 from outrider.control.plan import Offer, join
 from outrider.control.policy import NO_INDICES, best_goodput, choose
 from outrider.control.step import NO_PASSES, Passes, Pending, Situation, Step
 from outrider.core import Budget, Drafter, Ints, Request
 from outrider.drafters import AheadDrafter
+from outrider.drafters.options import check_number
 from outrider.drafters.states import SharedStates
+
+OBJECTIVES = ("users", "throughput")
+"""What control may aim at."""
+
+SLOWDOWN = 0.02
+"""Share by which drafts for some requests may slow others down, unless the profile says more."""
 
 MARGIN = 0.05
 """Share by which drafting must beat plain decoding, and a step with the model one without."""
@@ -71,6 +81,9 @@ class Control:
         graphs, if it has any
     on_step: called with each step that is over
     device: chooses drafts of the device; given as whether it may, where it can
+    slowdown: share by which drafts for some requests may slow others down that gain nothing
+    objective: "users": no request is slowed down by more than that. "throughput": as many tokens
+        per second as possible
     limits: what the engine can do
     cost: the time of a step without drafting
     hidden_layers: what the models read of the target, if they are heads
@@ -86,15 +99,25 @@ class Control:
         on_step: Callable[[Step], None] | None = None,
         device: bool = True,
         limits: Limits | None = None,
+        slowdown: float = SLOWDOWN,
+        objective: str = "users",
     ) -> None:
+        if objective not in OBJECTIVES:
+            raise ValueError(f"objective must be one of {OBJECTIVES}, not {objective!r:.80}")
+        check_number("slowdown", slowdown, 0, 1)
         self.limits = limits or Limits()
         if row_buckets is None:
             row_buckets = self.limits.graph_sizes or ROW_BUCKETS
         self.acceptance, self.cost = Acceptance(), StepCost(row_buckets, self.limits)
-        self.free, self.clock, self._margin = dict(free), clock, margin
+        self.free: dict[str, Drafter] = {
+            name: drafter if isinstance(drafter, AheadDrafter) else LazyLookup(drafter)
+            for name, drafter in free.items()
+        }
+        self.clock, self._margin = clock, margin
         for name in self.free:
             self.acceptance.add(name)
-        self.device = DeviceChoice(self.acceptance, self.cost, margin, device)
+        limit = slowdown if objective == "users" else None
+        self.device = DeviceChoice(self.acceptance, self.cost, limit, device)
         passing = list(models or ())
         self.models = {
             drafter.name: ModelChoice(drafter, self.acceptance, self.cost, margin, clock)
@@ -105,12 +128,13 @@ class Control:
         self._drafters: dict[str, Drafter] = self.free | {model.name: model for model in passing}
         self._states = SharedStates(self._drafters)
         self.hidden_layers = self._states.layers
-        lookups = {n for n, d in self.free.items() if not isinstance(d, AheadDrafter)}
+        self._lookups = {n for n, d in self.free.items() if isinstance(d, LazyLookup)}
         self._learning = Learning(
-            self.acceptance, self.cost, self.device, self.models, lookups, on_step
+            self.acceptance, self.cost, self.device, self.models, self._lookups, on_step
         )
         self.slowdown_guard = self._learning.slowdown_guard
-        self._is_asleep = False
+        # plain steps need not wait; and the next step must wait, for drafts of the CPU
+        self._is_asleep = self._is_awake = False
         self._pending: Pending | None = None  # the step that is under way
         self._observed: float | None = None  # when the last outcome came, if nothing came between
 
@@ -128,10 +152,15 @@ class Control:
         self._learning.learn()
         for drafter in self._drafters.values():
             drafter.stop(requests)
+        self.forget(requests)
         for request in requests:
-            self.acceptance.forget(request.id)
             for model in self.models.values():
                 model.forget(request)
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        """Forget requests that were decided for, also those that were never introduced."""
+        for request in requests:
+            self.device.forget(self.acceptance.forget(request.id))
 
     # -- before serving
 
@@ -148,6 +177,8 @@ class Control:
         draft_seconds: of each model, as far as they were measured, in the order of `models`
         """
         self.cost.observe(rows, 0, seconds)
+        if self.limits.launches_early:
+            self.cost.early.seed(rows, seconds)
         for model, taken in zip(self.models.values(), draft_seconds, strict=False):
             model.cost.passes.observe(rows, taken)
 
@@ -158,14 +189,18 @@ class Control:
 
     # -- a step
 
-    def decide_early(self, requests: Sequence[Request]) -> Plain | DeviceDrafts | None:
+    def decide_early(
+        self, requests: Sequence[Request], most: Ints, feasible: Feasible
+    ) -> Plain | DeviceDrafts | None:
         """Return what is decided without the last outcome; None if the outcome is needed.
 
-        It changes nothing.
+        most: [B] the most drafts of each request
         """
-        if (drafts := self.device.drafts(requests)) is not None:
-            return drafts
-        return Plain() if self._is_asleep else None
+        if self._is_awake:
+            return None
+        if self.device.can_draft(feasible):
+            return self.device.decide(requests, most, feasible, self.slowdown_guard.is_tripped)
+        return Plain() if self.limits.launches_early and self._is_asleep else None
 
     def decide(self, requests: Sequence[Request], budget: Budget, feasible: Feasible) -> Decision:
         """Return what is expected to emit the most tokens per second."""
@@ -173,10 +208,22 @@ class Control:
         proposal = now.plan.tree.take(nodes) if len(nodes) else None
         self._pending = Pending(now, self.clock(), passes)
         if proposal is None:
-            return self.device.drafts(requests) or Plain()
+            if not self.device.can_draft(feasible):
+                return Plain()
+            is_tripped = self.slowdown_guard.is_tripped
+            return self.device.decide(requests, budget.max_drafts, feasible, is_tripped)
         rows, width = proposal.num_rows, feasible.padded_width
         padded = self.cost.prefers_padded(rows, now.context, len(requests), width)
         return CpuDrafts(proposal, now.plan.names(nodes, now.offers), padded)
+
+    def scores_unused(self, on_device: str) -> bool:
+        """Say whether drafts should be scored that a step is launched without.
+
+        on_device: the drafter that makes drafts in the step; "" if none does
+        """
+        if self._is_awake:
+            return False
+        return bool(self.models or self.free.keys() - self._lookups or not on_device)
 
     def score_unused(self, requests: Sequence[Request], budget: Budget, feasible: Feasible) -> None:
         """Make the drafts of a step that was launched without them, while the device works.
@@ -187,37 +234,33 @@ class Control:
         now, batch = self._situation(requests, budget, feasible), len(requests)
         self._pending = Pending(now, proposed=now.t)
         if not self._may_draft(batch):
-            self.device.stop()
             return
         seconds = now.seconds.copy()
         # a step with drafts waits, and so does the step after it
         seconds[batch + 1 :] += self.cost.waiting(now.context, batch)
+        if self.device.can_draft(feasible) and self.device.goodput:
+            seconds[batch] = min(seconds[batch], batch / self.device.goodput)  # to be beaten
         now = replace(now, seconds=seconds)
         # the step emits a token for the first place: the next step could verify the others
         later = now.plan.survival[now.plan.tree.depths > 1]
         best = best_goodput(later, batch, seconds)
         wakes = bool(best > (1 + self._margin) * now.plain_goodput)
-        if self.device.choose(now, best):
-            wakes = False
-            seconds = seconds.copy()
-            seconds[batch] = batch / self.device.goodput  # a model has to beat this
-            now = replace(now, seconds=seconds)
         for model in self.models.values():
             if model.name == self.device.active:
                 continue  # it drafts already
             model.estimate(now)
-            wakes = wakes or model.wake(now)
-        if wakes:
-            self.device.stop()
-        self._is_asleep = not wakes and not self.device.active
+            wakes = model.wake(now) or wakes
+        self._is_awake, self._is_asleep = wakes, not wakes
 
     def observe(self, report: Report) -> None:
         """Show every drafter what was emitted. Control learns from the step in `meanwhile`."""
         self._learning.learn()
-        self._learning.keep(self._pending, report)
+        outcomes = report.outcomes
+        context = sum([request.length for request in outcomes.requests])
+        self._learning.keep(self._pending, report, self._observed, context)
         self._pending, self._observed = None, report.ended
         for name, drafter in self._drafters.items():
-            drafter.observe(self._states.of(name, report.outcomes))
+            drafter.observe(self._states.of(name, outcomes))
 
     def meanwhile(self) -> None:
         """Do what can wait: learn from the last step, and let drafters do theirs."""
@@ -243,6 +286,10 @@ class Control:
         if not self._has_seen(batch):
             self._learning.learn()  # the step that is not learned from yet may have been the first
         free = {} if self.slowdown_guard.is_tripped else self.free
+        # what the device would find must be known while it does not look up
+        looks_up = not self._is_awake and self.device.active in ("", DEVICE)
+        if self.device.can_draft(feasible) and looks_up:
+            free = {name: free[name] for name in free.keys() - self._lookups}
         offers = [
             Offer.of(name, drafter.propose(requests, budget), self.acceptance[name], rows)
             for name, drafter in free.items()
@@ -274,25 +321,26 @@ class Control:
 
         The situation that is returned has the draft model's offer too.
         """
-        self._is_asleep = self.limits.launches_early
+        on_device = self.device.can_draft(now.feasible)
+        self._is_asleep, self._is_awake = self.limits.launches_early, False
         batch = len(now.requests)
         if not self._may_draft(batch):
-            self.device.stop()
             return now, NO_INDICES, NO_PASSES
         best = choose(now.plan.tree, now.plan.survival, now.seconds, self._margin)
-        on_device = self.device.choose(now, best.goodput)
-        goodput = self.device.goodput if on_device else best.goodput
+        goodput = best.goodput
+        if on_device:
+            self.device.decide(now.requests, now.budget.max_drafts, now.feasible)
+            if len(best.nodes) and best.goodput <= (1 + self._margin) * self.device.goodput:
+                best = replace(best, nodes=NO_INDICES)
+            goodput = max(goodput, self.device.goodput)
         model, call = self._promising(now, goodput), Call(goodput, NO_INDICES)
         if model is not None:
             call = model.call(now, goodput)
-        if len(call.users):
-            self.device.stop()
-        if self.device.active:
-            self._is_asleep = False
+        if not len(call.users) and not len(best.nodes):
             return now, NO_INDICES, call.passes
         if self._learning.is_plain_due(batch, call.goodput, now.plain_goodput):
             return now, NO_INDICES, call.passes
-        self._is_asleep = self._is_asleep and not len(best.nodes) and not len(call.users)
+        self._is_asleep, self._is_awake = False, True
         if model is None or not len(call.users):
             return now, best.nodes, call.passes
         drafts, passes = model.draft(now, call)

@@ -111,7 +111,9 @@ class StepCost:
         self, row_buckets: Sequence[int] = ROW_BUCKETS, limits: Limits | None = None
     ) -> None:
         self.verify, self.slope, self.row_buckets = Curve(row_buckets), Slope(), row_buckets
-        self.cpu, self.early, self.padded = Curve(), Curve(), Curve()
+        self.cpu, self.padded = Curve(), Curve()
+        # nothing is to be tried here: all rows up to those of the drafts are paid for at once
+        self.early = Curve(row_buckets, optimism=0.0)
         self.limits = limits or Limits()
 
     def observe(
@@ -169,6 +171,8 @@ class StepCost:
 
     def early_table(self, rows: int, context: int, requests: int) -> NDArray[np.float64]:
         """Return the same of steps that are launched early, drafts or not."""
+        if self.early.is_known:
+            return self.early.table(rows) + self.slope.value * context
         seconds = self.table(rows, context, requests)
         plain = float(seconds[requests])
         seconds[requests + 1 :] -= self.waiting(context, requests)
@@ -176,12 +180,12 @@ class StepCost:
 
     def plain(self, context: int, requests: int) -> float:
         """Return the expected time of a plain step, launched early if the engine does that."""
-        seconds = self.verify.seconds(requests)
-        if self.early.has_seen(requests):
-            # its pass is not longer for being launched early: a slow one was an accident
-            seconds = min(seconds, self.early.seconds(requests))
-        elif not self.limits.launches_early:
-            seconds += self.cpu.seconds(requests)
+        if self.early.is_known:
+            seconds = self.early.seconds(requests)
+        else:
+            seconds = self.verify.seconds(requests)
+            if not self.limits.launches_early:
+                seconds += self.cpu.seconds(requests)
         return seconds + self.slope.value * context
 
     def waiting(self, context: int, requests: int) -> float:

@@ -34,6 +34,9 @@ OPTIMISM = 0.05
 """How much faster than its average a bucket is assumed to be after one observation, in logarithms.
 It shrinks with the square root of the observations. One slow step does not rule a bucket out."""
 
+SEED_WEIGHT = 0.1
+"""Weight of an assumed time beside observed ones, in observations."""
+
 CLIP = 0.3
 """Largest distance that one observation counts for, in logarithms: about a third."""
 
@@ -76,17 +79,25 @@ class Curve:
     """Seconds as a function of rows. It never falls.
 
     row_buckets: see `RowBuckets`
+    optimism: see OPTIMISM
     row_bucket: returns the row bucket of so many rows
     """
 
-    def __init__(self, row_buckets: Sequence[int] = ROW_BUCKETS) -> None:
-        self._buckets = RowBuckets(row_buckets)
+    def __init__(
+        self, row_buckets: Sequence[int] = ROW_BUCKETS, optimism: float = OPTIMISM
+    ) -> None:
+        self._buckets, self._optimism = RowBuckets(row_buckets), optimism
         self.row_bucket = self._buckets.of
         self._estimates: dict[int, Estimate] = {}  # by bucket; of the logarithm of seconds
         self._table: NDArray[np.float64] | None = None  # computed on first use
         self._last = 0  # the largest number of rows in the table that is not extrapolated
         self._slope = 0.0
         self._asked = 0  # the most rows that a caller has asked a table for
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was observed or assumed."""
+        return bool(self._estimates)
 
     def has_seen(self, rows: int) -> bool:
         """Whether the bucket of so many rows has been observed."""
@@ -97,10 +108,15 @@ class Curve:
         self._table = None
         bucket, value = self.row_bucket(rows), math.log(max(seconds, 1e-9))
         estimate = self._estimates.get(bucket)
-        if estimate is None:
+        if estimate is None or not estimate.seen:  # a time that was assumed is replaced
             self._estimates[bucket] = Estimate(value)
         else:  # the first observations are averaged
             estimate.observe(value, CLIP, max(RATE, 1 / (estimate.seen + 1)))
+
+    def seed(self, rows: int, seconds: float) -> None:
+        """Assume a time until a pass of the bucket is observed."""
+        self._table = None
+        self._estimates[self.row_bucket(rows)] = Estimate(math.log(max(seconds, 1e-9)), seen=0)
 
     def refresh(self) -> None:
         """Work the table out now, not when it is asked for."""
@@ -164,16 +180,12 @@ class Curve:
 
     def _fill(self, points: Sequence[tuple[int, float]]) -> NDArray[np.float64]:
         """Return the staircase up to the last row bucket that was seen."""
-        table = np.empty(points[-1][0] + 1)
-        table[: points[0][0] + 1] = points[0][1]
-        graph = self._buckets.largest_graph
-        for (left, low), (right, high) in pairwise(points):
+        graph, ends = self._buckets.largest_graph, [0]
+        for (left, _), (right, _) in pairwise(points):
             step = max(left, self._buckets.below((left + right) // 2))
-            if left <= graph < right:
-                step = graph
-            table[left + 1 : step + 1] = low
-            table[step + 1 : right + 1] = high
-        return table
+            ends.append(graph + 1 if left <= graph < right else step + 1)
+        ends.append(points[-1][0] + 1)
+        return np.repeat([height for _, height in points], np.diff(ends))
 
     def _rising(self) -> list[tuple[int, float]]:
         """Return the height of each bucket that was seen, in rising order of both.
@@ -184,8 +196,9 @@ class Curve:
         buckets = sorted(self._estimates)
         for bucket in buckets:
             found = self._estimates[bucket]
-            weight, count = float(min(found.seen, 20)), 1
-            total = math.exp(found.value - OPTIMISM / math.sqrt(found.seen)) * weight
+            weight, count = float(min(max(found.seen, SEED_WEIGHT), 20)), 1
+            bonus = self._optimism / math.sqrt(max(found.seen, 1))
+            total = math.exp(found.value - bonus) * weight
             while pools and pools[-1][0] / pools[-1][1] > total / weight:
                 seconds, pool_weight, pool_count = pools.pop()
                 total, weight, count = seconds + total, pool_weight + weight, pool_count + count

@@ -32,10 +32,12 @@ class Feasible:
 
     on_device: the drafters that can draft on the device, by name
     padded_width: rows of each request in a padded pass; 0 if there is no such pass
+    max_rows: the most rows of a pass
     """
 
     on_device: frozenset[str] = frozenset()
     padded_width: int = 0
+    max_rows: int = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,14 @@ class DeviceDrafts:
     """Drafts that the device makes, which the CPU knows when the step is over.
 
     drafter: the one that makes them
-    num_drafts: [B] of each request; at least one of them is above 0
+    num_drafts: [B] how many of each request are verified; 0 of all is a plain step
+    width: how many are made for each request, at least 1. Those that are not verified are compared
+        with what is emitted.
     """
 
     drafter: str
     num_drafts: Ints
+    width: int
 
 
 Decision: TypeAlias = Plain | CpuDrafts | DeviceDrafts
@@ -80,9 +85,11 @@ class Report:
     decision: as it was launched
     early: whether the step was launched before the one before it was known
     ended: when its outcome was known, in seconds of control's clock
+    made: [B, K] the drafts that the device made, verified or not; None if it made none
     """
 
     outcomes: Outcomes
     decision: Decision
     early: bool
     ended: float
+    made: Ints | None = None

@@ -18,11 +18,11 @@ class Estimate:
     """A running average that outliers move little and a lasting change moves fast.
 
     value: the average
-    seen: number of observations
+    seen: number of observations; 0 if the value is assumed
     """
 
-    def __init__(self, value: float) -> None:
-        self.value, self.seen = value, 1
+    def __init__(self, value: float, seen: int = 1) -> None:
+        self.value, self.seen = value, seen
         self._clipped = 0  # clipped observations in a row; negative if they were below
 
     @property

@@ -168,7 +168,7 @@ class Pending:
             passes=self.passes,
             follows=now.follows,
             early=report.early and now.follows,
-            on_device=drafted_on_device(report),
+            on_device=drafted_on_device(report) if outcomes.num_drafts.any() else "",
             proposed=self.proposed,
             seconds=report.ended - now.t,
             names=names,
@@ -177,12 +177,32 @@ class Pending:
         )
 
 
+def early_step(report: Report, began: float | None, context: int) -> Step | None:
+    """Return a step that was launched early; None if it did not follow another step at once.
+
+    began: when the outcome before it was known; None if something came between
+    """
+    if began is None:
+        return None
+    outcomes = report.outcomes
+    return Step(
+        t=began,
+        requests=len(outcomes.requests),
+        context=context,
+        rows=len(outcomes.requests) + int(outcomes.num_drafts.sum()),
+        follows=True,
+        early=True,
+        on_device=drafted_on_device(report) if outcomes.num_drafts.any() else "",
+        proposed=began,
+        seconds=report.ended - began,
+        tokens=len(outcomes.tokens),
+    )
+
+
 def drafted_on_device(report: Report) -> str:
-    """Return the drafter that drafted on the device; "" if none did."""
+    """Return the drafter that made drafts on the device; "" if none did."""
     launched = report.decision
-    if isinstance(launched, DeviceDrafts) and report.outcomes.num_drafts.any():
-        return launched.drafter
-    return ""
+    return launched.drafter if isinstance(launched, DeviceDrafts) else ""
 
 
 class TraceFile:

@@ -62,11 +62,13 @@ class GuardedDrafter:
         self._stuck: Future[Any] | None = None
         self._rest, self._next_rest = 0, 1
         self._known: dict[int, Request] = {}
+        self._untold: set[int] = set()  # that it should know, if it had not rested or failed
 
     def start(self, requests: Sequence[Request]) -> None:
         """Tell the drafter; if it fails, it is told again later."""
         if self._ready():
             self._call("start", requests, lambda: self._introduce(requests))
+        self._untold.update(r.id for r in requests if r.id not in self._known)
 
     def propose(self, requests: Sequence[Request], budget: Budget) -> Proposal:
         """Return the drafter's proposal if it can be used, else the empty one."""
@@ -107,6 +109,22 @@ class GuardedDrafter:
         if all(r.id in self._known for r in requests) and self._ready():
             self._call("call", requests, call)
 
+    def call_early(self, requests: Sequence[Request], call: Callable[[], T], otherwise: T) -> T:
+        """Call the drafter about requests that it need not know. Return `otherwise` if it rests.
+
+        Requests that were to be introduced already are introduced: no informed step may follow.
+        """
+        if not self._ready():
+            return otherwise
+
+        def introduced() -> tuple[T]:
+            if self._untold:
+                self._introduce([r for r in requests if r.id in self._untold])
+            return (call(),)
+
+        found = self._call("call", requests, introduced)
+        return otherwise if found is None else found[0]
+
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Report to the drafter what became of the requests that it knows."""
         self.pass_on(outcomes, self._drafter.observe)
@@ -126,6 +144,7 @@ class GuardedDrafter:
 
     def stop(self, requests: Sequence[Request]) -> None:
         """Let the drafter forget; if a call hangs, when it has returned."""
+        self._untold.difference_update(r.id for r in requests)
         if self._stuck is not None:
             return
         gone = [r for r in requests if self._known.pop(r.id, None)]
@@ -141,6 +160,7 @@ class GuardedDrafter:
         if requests:
             self._drafter.start(requests)
             self._known.update({r.id: r for r in requests})
+            self._untold.difference_update(r.id for r in requests)
 
     def _ready(self) -> bool:
         """Say whether the drafter may be called, and count down its rest."""
@@ -173,6 +193,7 @@ class GuardedDrafter:
             logger.warning("drafter %s: %s in %s: %s", self.name, reason, what, error)
             self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
             if self._stuck is None:
+                self._untold.update(self._known)
                 self._forget()
             return None
 

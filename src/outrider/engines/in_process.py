@@ -210,6 +210,9 @@ class InProcessEngine:
             req.row = self._free.pop()
             self._lens[req.row] = req.length
         tokens, ready = self._device.prefill(reqs)
+        index = torch.tensor([req.row for req in reqs])
+        nothing = np.empty(0, np.int64)
+        self._drafters.enter(reqs, index, self._lens[index], tokens, nothing)
         self._advance([req.on_device for req in reqs], Proposal.empty(len(reqs)), tokens)
         return Ticket(tokens, ready)
 
@@ -274,10 +277,13 @@ class InProcessEngine:
         cached = np.array([request.length for request in on_device], np.int64) - 1
         self._advance(on_device, rows.proposal, tokens)
         lens, accepted = torch.from_numpy(rows.lens), None
+        index = torch.tensor([req.row for req in rows.reqs])
+        if rows.knows is Knows.BOTH:
+            self._drafters.append(index, lens, tokens)
         if rows.drafts is not None:
             lens, tokens = self._drafters.advance(rows.drafts, tokens)
             accepted = lens.numpy() - cached - 1
-        self._lens[[req.row for req in rows.reqs]] = lens
+        self._lens[index] = lens
         return Ticket(tokens, ready, rows.knows, accepted)
 
     def _advance(self, on_device: Sequence[Request], proposal: Proposal, tokens: Tensor) -> None:

@@ -79,10 +79,9 @@ class Scheduler:
             limits=Limits(launches_early=True),
             device_depths={DEVICE: rows.max_rows()},
         )
-        drafters = DeviceDrafters()
-        if {DEVICE, ADAPTIVE} & {*names}:
-            slots = torch.zeros(max_requests, max_length, dtype=torch.int32)
-            drafters = DeviceDrafters(DeviceTexts(slots, **self.pool.lookup))
+        slots = torch.zeros(max_requests, max_length, dtype=torch.int32)
+        drafts = bool({DEVICE, ADAPTIVE} & {*names})
+        drafters = DeviceDrafters(DeviceTexts(slots, self.pool.lookup, drafts))
         self.in_flight = InFlight()
         self._engine = InProcessEngine(device, drafters, max_requests)
         self._table = RequestTable(describe, self.pool)
@@ -142,8 +141,8 @@ class Scheduler:
         joining = [req for req in self._joining if not req.finished()]
         if not self._running:
             self._knows, self._device_drafter = Knows.BOTH, ""
-        elif joining and self._knows is not Knows.BOTH:
-            self._knows = Knows.CPU
+        elif joining:  # whose lengths both know
+            self._device_drafter = ""
         # a new list: launched steps have the old one
         self._running, self._joining = self._running + joining, []
 

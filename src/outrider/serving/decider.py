@@ -58,15 +58,17 @@ class Decider:
         cached: returns how many tokens of each request may be cached then, [B]
         """
         columns = self._table.columns
-        decision = self._pool.decide_early(requests, columns, self._max_rows)
+        names = self._device.names(columns, int(batch.longest.max()), requests)
+        feasible = Feasible(names, self._padded_width(), self._max_rows)
+        decision = self._pool.decide_early(requests, columns, feasible)
         if isinstance(decision, Plain):
-            is_known = batch.knows is Knows.BOTH and not (columns.needs_text or columns.explain)
-            return decision if is_known else None
-        if decision is None or batch.knows is not Knows.DEVICE:
+            if batch.knows is Knows.BOTH:
+                return None if columns.needs_text or columns.explain else decision
+            # the device knows where the texts end
+            return DeviceDrafts(DEVICE, np.zeros(len(requests), np.int64), 1) if names else None
+        if decision is None or decision.drafter not in names:
             return None
-        names = self._device.names(columns, int(batch.longest.max()))
-        # another drafter has not read the texts
-        if decision.drafter != batch.device_drafter or decision.drafter not in names:
+        if not self._device.follows(decision.drafter, batch.device_drafter, requests):
             return None
         return _within(decision, batch.room, cached)
 
@@ -89,15 +91,14 @@ class Decider:
             on_device = self._device.names(columns, longest, members.requests)
         fixed = None if columns.adaptive else self._pool.fixed_on_device(columns, max_rows)
         if fixed is not None and fixed.drafter in on_device:
-            fixed = _within(fixed, batch.room, lambda: members.lens)
-            if fixed is not None:
-                return fixed
+            return _within(fixed, batch.room, lambda: members.lens)
         budget, cuts = self._rows.share(members, max_rows, batch.room)
         self._pool.count(cuts)
-        feasible = Feasible(on_device if columns.adaptive else frozenset(), self._padded_width())
+        on_device = on_device if columns.adaptive else frozenset()
+        feasible = Feasible(on_device, self._padded_width(), max_rows)
         decision = self._pool.decide(batch.own, members.requests, budget, feasible)
         if isinstance(decision, DeviceDrafts):
-            return _within(decision, batch.room, lambda: members.lens) or Plain()
+            return _within(decision, batch.room, lambda: members.lens)
         return decision
 
     def rows_on_device(
@@ -128,7 +129,7 @@ class Decider:
         columns, drafter = launched.columns, launched.device_drafter
         if not columns.adaptive:
             return
-        if not drafter and not self._pool.is_asleep(launched.requests):
+        if not self._pool.scores_unused(drafter):
             return
         running = launched.running()
         if not len(running):
@@ -143,15 +144,14 @@ class Decider:
         # the step in flight adds to these, and the next one
         longest = max(request.length for request in members.requests)
         longest += int(budget.max_drafts.max())
-        on_device = self._device.names(columns, longest, members.requests)
-        self._pool.score_unused(members.requests, budget, Feasible(on_device, self._padded_width()))
+        names = self._device.names(columns, longest, launched.requests)
+        feasible = Feasible(names, self._padded_width(), self._max_rows)
+        self._pool.score_unused(members.requests, budget, feasible)
 
 
-def _within(
-    decision: DeviceDrafts, room: Ints | None, cached: Callable[[], Ints]
-) -> DeviceDrafts | None:
-    """Return a decision with as many drafts as there are slots for; None without any."""
+def _within(decision: DeviceDrafts, room: Ints | None, cached: Callable[[], Ints]) -> DeviceDrafts:
+    """Return a decision with no more drafts than there are slots for."""
     if room is None:
         return decision
     num_drafts = np.minimum(decision.num_drafts, drafts_in(room, cached()))
-    return replace(decision, num_drafts=num_drafts) if num_drafts.any() else None
+    return replace(decision, num_drafts=num_drafts)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from outrider.control.decision import DeviceDrafts
@@ -20,48 +22,98 @@ logger = logging.getLogger(__name__)
 class DeviceDrafters:
     """Drafts on the device, by a lookup or with a head.
 
-    texts: of the requests; None if nothing can draft on the device
-    heads: those that can, by name
+    texts: of the requests; None for an engine that keeps the last tokens by itself
+    heads: those that can draft there, by name
     """
 
     def __init__(
         self, texts: DeviceTexts | None = None, heads: Mapping[str, HeadSteps] | None = None
     ) -> None:
         self._texts, self._heads = texts, dict(heads or {})
+        self._held: tuple[Columns, bool] | None = None  # of the last batch that was asked about
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """By row of the engine's table, the last token of each request."""
+        assert self._texts is not None
+        return self._texts.last_tokens
 
     def names(
-        self, columns: Columns, longest: int, requests: Sequence[ServedRequest] = ()
+        self, columns: Columns, longest: int, requests: Sequence[ServedRequest]
     ) -> frozenset[str]:
         """Return what can draft for a batch.
 
+        Heads that have too much to read first are left out.
+
         longest: how many tokens of a request are cached, at most
-        requests: heads that have too much of these to read first are left out
         """
         texts = self._texts
         if texts is None or columns.needs_text or columns.wants_output:
             return frozenset()
         # near the end of the context the CPU knows better how many drafts there may be
-        fits = longest + int(columns.max_drafts.max()) + 2 <= texts.width
-        if not fits or len(columns.kinds) > texts.max_requests:
+        if longest + int(columns.max_drafts.max(initial=0)) + 2 > texts.width:
+            return frozenset()
+        if self._held is None or self._held[0] is not columns:
+            self._held = columns, texts.holds(requests)
+        if not self._held[1]:
             return frozenset()
         ready = (name for name, head in self._heads.items() if head.is_ready(requests))
         return frozenset((DEVICE, *ready))
 
+    def enter(
+        self, reqs: Sequence[Any], index: Tensor, lens: Tensor, tokens: Tensor, partial: Ints
+    ) -> None:
+        """Take in the texts of a prefill that was launched, with the tokens that it emits.
+
+        reqs: the engine's requests
+        index: [B] their rows in the engine's table
+        lens, tokens: [B] how long each text is on the device, and the token that follows
+        partial: which of them will be prefilled further
+        """
+        assert self._texts is not None
+        texts: list[Ints | None] = [
+            np.array([*req.origin_input_ids, *req.output_ids], np.int64) for req in reqs
+        ]
+        for r in partial.tolist():
+            texts[r] = None
+        self._texts.enter(reqs, index, texts)
+        self._texts.append(index, lens, tokens)
+
+    def append(self, index: Tensor, lens: Tensor, tokens: Tensor) -> None:
+        """Take in the tokens of a plain step, [B]. lens: [B] of the texts before them"""
+        if self._texts is not None:
+            self._texts.append(index, lens, tokens)
+
+    def catch_up(self, requests: Sequence[ServedRequest]) -> None:
+        """Give the device what it lacks of these texts. Nothing is in flight."""
+        if self._texts is not None:
+            self._texts.catch_up(requests)
+
     def begin(
         self, drafter: str, requests: Sequence[ServedRequest], index: Tensor, lens: Ints
     ) -> Tensor:
-        """Give the device what it lacks of the texts. Returns the lengths there, [B].
-
-        Nothing is in flight.
+        """Get ready to draft for requests when nothing is in flight. Returns their lengths, [B].
 
         index: [B] the requests' rows in the engine's table
         lens: [B] how many of their tokens are cached
         """
         assert self._texts is not None
-        self._texts.write(requests)
+        last = np.array([request.last_token for request in requests], np.int64)
+        packed = to_device(np.stack([lens, last]), index.device)
+        self._texts.last_tokens[index] = packed[1]
         if (head := self._heads.get(drafter)) is not None:
             head.enter(requests, index)
-        return to_device(lens, index.device)
+        return packed[0]
+
+    def follows(self, drafter: str, before: str, requests: Sequence[ServedRequest]) -> bool:
+        """Say whether a step with this drafter may follow one that is not settled.
+
+        A lookup needs the texts only. A head must have drafted for the same requests before.
+
+        before: the drafter of the step before
+        """
+        head = self._heads.get(drafter)
+        return head is None or (drafter == before and head.has_entered(requests))
 
     def rows(
         self,
@@ -73,7 +125,7 @@ class DeviceDrafters:
     ) -> DeviceRows:
         """Return the rows of a step with drafts. index, lens, longest: see `TextEnds`"""
         assert self._texts is not None
-        ends = self._texts.ends(requests, decision.num_drafts, index, lens, longest)
+        ends = self._texts.ends(requests, decision, index, lens, longest)
         head = self._heads.get(decision.drafter)
         drafts = self._texts.look_up(ends) if head is None else head.draft(ends)
         return self._texts.rows(ends, drafts)
@@ -88,15 +140,16 @@ class DeviceDrafters:
         if (head := self._heads.get(drafter)) is not None:
             head.note_read(requests)
 
-    def note_written(self, drafter: str, requests: Sequence[ServedRequest]) -> None:
-        """Note that the device has all of these texts, after a step in which it drafted."""
-        if drafter and self._texts is not None:
-            self._texts.note_written(requests)
+    def note_written(self, requests: Sequence[ServedRequest], counts: Ints) -> None:
+        """Note that a step appended so many tokens to each text, [B], on the device too."""
+        if self._texts is not None:
+            self._texts.note_written(requests, counts)
 
     def disable(self, drafter: str, error: Exception) -> None:
         """Let a drafter draft on the device no more, after a fault."""
         logger.warning("no more drafts of %s on the device: %r", drafter, error)
         if drafter in self._heads:
             del self._heads[drafter]
-        else:
-            self._texts = None
+        elif self._texts is not None:
+            self._texts.close()
+            self._held = None

@@ -120,6 +120,10 @@ class HeadSteps:
         read = np.array([request.length for request in requests]) - unread
         self._num_read[index] = to_device(read, self._num_read.device)
 
+    def has_entered(self, requests: Sequence[Any]) -> bool:
+        """Say whether the device knows how much of these texts was read."""
+        return all(request.id in self._unread for request in requests)
+
     def note_read(self, requests: Sequence[Any]) -> None:
         """Note that a step is over before which the head has read all of these texts."""
         for request in requests:
@@ -144,8 +148,8 @@ class HeadSteps:
         self._num_read[index] = lens.long() + 1
         for request, count in zip(requests, ends.num_drafts.tolist(), strict=True):
             self._unread[request.id] = count + 1
-        depths = np.arange(1, ends.most)[:, None]
-        further = lens + torch.arange(1, ends.most, device=lens.device)[:, None]
+        depths = np.arange(1, ends.width)[:, None]
+        further = lens + torch.arange(1, ends.width, device=lens.device)[:, None]
         unrolled = self._head.unroll_from(x, index, further, ends.longest + depths)
         sampled = self._sampling_of(requests)
         drafts = [self._draw(self._head.logits(x), lens, sampled)]

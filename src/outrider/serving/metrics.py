@@ -98,7 +98,7 @@ class Metrics:
         self._add("verify_steps", 1)
         self._add("verify_rows", proposal.num_rows)
         self._add("tree_steps", not proposal.is_chain)
-        self._add("device_steps", bool(settled.launched.device_drafter))
+        self._add("device_steps", bool(settled.launched.device_drafter) and bool(drafts.any()))
         self._add("emitted_tokens", len(outcomes.tokens))
         for count, times in enumerate(np.bincount(drafts).tolist()):
             for _ in range(times):

@@ -85,15 +85,21 @@ class Pool:
         """Let each drafter forget its requests."""
         for name, group in self._groups(requests).items():
             self.guards[name].stop([requests[r] for r in group])
+        if self.control is not None:  # it decides early for requests of others too
+            self.control.forget(requests)
 
     def observe(self, report: Report) -> None:
         """Report to each drafter what became of its requests."""
         outcomes = report.outcomes
         groups = self._groups(outcomes.requests)
         for name, group in groups.items():
-            own = outcomes if len(groups) == 1 else Outcomes.of([outcomes[r] for r in group])
+            own, part = outcomes, report
+            if len(groups) > 1:
+                own = Outcomes.of([outcomes[r] for r in group])
+                made = None if report.made is None else report.made[group]
+                part = replace(report, outcomes=own, made=made)
             if name == ADAPTIVE and self.control is not None:
-                self.guards[name].pass_on(own, partial(_observe, self.control, report))
+                self.guards[name].pass_on(own, partial(_observe, self.control, part))
             else:
                 self.guards[name].observe(own)
 
@@ -112,21 +118,25 @@ class Pool:
     # -- decisions
 
     def decide_early(
-        self, requests: Sequence[ServedRequest], columns: Columns, max_rows: int
+        self, requests: Sequence[ServedRequest], columns: Columns, feasible: Feasible
     ) -> Plain | DeviceDrafts | None:
-        """Return what the next step does if that does not depend on the last outcome, else None.
-
-        max_rows: of the step's pass
-        """
+        """Return what the next step does if that does not depend on the last outcome, else None."""
         if not columns.may_draft:
             return Plain()
         if columns.adaptive and self.control is not None:
-            return self.control.decide_early(requests)
-        return self.fixed_on_device(columns, max_rows)
+            control, most = self.control, columns.max_drafts
+            plain: Plain | DeviceDrafts | None = Plain()
+            return self.guards[ADAPTIVE].call_early(
+                requests, lambda: control.decide_early(requests, most, feasible), plain
+            )
+        return self.fixed_on_device(columns, feasible.max_rows)
 
-    def is_asleep(self, requests: Sequence[ServedRequest]) -> bool:
-        """Say whether control lets steps of these requests go without drafts, until it wakes up."""
-        return self.control is not None and isinstance(self.control.decide_early(requests), Plain)
+    def scores_unused(self, on_device: str) -> bool:
+        """Say whether control wants drafts scored that a step is launched without.
+
+        on_device: the drafter that drafted there; "" if none did
+        """
+        return self.control is not None and self.control.scores_unused(on_device)
 
     def fixed_on_device(self, columns: Columns, max_rows: int) -> DeviceDrafts | None:
         """Return the drafts of the device, if its drafter makes as many in every step."""
@@ -134,7 +144,7 @@ class Pool:
         if len(columns.drafters) != 1 or name not in self.depths:
             return None
         drafts, _ = share_rows(np.minimum(columns.max_drafts, self.depths[name]), max_rows)
-        return DeviceDrafts(name, drafts) if drafts.any() else None
+        return DeviceDrafts(name, drafts, max(1, int(drafts.max(initial=0))))
 
     def decide(
         self, batch: Any, requests: Sequence[ServedRequest], budget: Budget, feasible: Feasible
@@ -174,8 +184,13 @@ class Pool:
         parts, names = [], [""] * len(requests)
         for name, group in groups.items():
             part = replace(budget, max_drafts=budget.max_drafts[group])
-            found = self._ask(name, [requests[r] for r in group], part, feasible)
-            assert not isinstance(found, DeviceDrafts), "it drafts for whole batches"
+            others = len(requests) - len(group)
+            own = replace(feasible, max_rows=feasible.max_rows - others)
+            found = self._ask(name, [requests[r] for r in group], part, own)
+            if isinstance(found, DeviceDrafts):  # the others have no drafts: see `Decider.decide`
+                num_drafts = np.zeros(len(requests), np.int64)
+                num_drafts[group] = found.num_drafts
+                return replace(found, num_drafts=num_drafts)
             if isinstance(found, Plain):
                 nothing: Proposal = Proposal.empty(len(group))
                 found = CpuDrafts(nothing, [""] * len(group))

@@ -69,6 +69,7 @@ class ServedStep:
         clock = StepClock(self._in_flight.ended, self._now)
         requests = self._table.sync(batch.reqs)
         self._table.complete(requests)
+        self._device.catch_up(requests)
         batch = self._engine.prepare(batch, requests)
         self._decider.calibrate(batch, clock)
         clock.lap("host")
@@ -120,8 +121,8 @@ class ServedStep:
         clock.lap("scheduler")
         fetched = self._engine.emitted(launched.ticket)  # the only wait
         clock.lap("forward")
-        tokens, proposal = launched.read(fetched, running)
-        requests = launched.members.take(running).requests
+        tokens, proposal, made = launched.read(fetched, running)
+        decision, requests = launched.decision, launched.members.take(running).requests
         self._table.complete(requests)
         keep = partial(self._engine.keep, launched, running)
         outcomes = settle(requests, proposal, match(tokens, proposal), keep)
@@ -130,9 +131,10 @@ class ServedStep:
         self._engine.place(settled)
         self._device.note_read(launched.device_drafter, requests)
         if launched.columns.may_draft:
-            self._pool.observe(Report(outcomes, launched.decision, launched.early, clock.last))
+            self._pool.observe(Report(outcomes, decision, launched.early, clock.last, made))
         outcomes.apply()
-        self._device.note_written(launched.device_drafter, requests)
+        if launched.is_written:
+            self._device.note_written(requests, outcomes.num_tokens)
         clock.lap("host")
         self._in_flight.note_settled(clock.last)
         self._telemetry.record_later(settled)

@@ -252,12 +252,17 @@ class Launched:
         """The drafter that drafts on the device; "" if none does."""
         return self.decision.drafter if isinstance(self.decision, DeviceDrafts) else ""
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the device appends to the texts what the step emits."""
+        return self.members.is_whole and not isinstance(self.decision, CpuDrafts)
+
     def num_drafts(self) -> Ints:
         """Return how many drafts each request has, [R]."""
         match self.decision:
             case CpuDrafts(proposal):
                 return proposal.num_drafts
-            case DeviceDrafts(_, num_drafts):
+            case DeviceDrafts(num_drafts=num_drafts):
                 return num_drafts
         return np.zeros(len(self.requests), np.int64)
 
@@ -272,8 +277,10 @@ class Launched:
         reasons = (request.finish_reason is None for request in self.requests)
         return np.flatnonzero(np.fromiter(reasons, np.bool_, len(self.requests)))
 
-    def read(self, fetched: Tensor, running: Ints) -> tuple[Tensor, Proposal]:
+    def read(self, fetched: Tensor, running: Ints) -> tuple[Tensor, Proposal, Ints | None]:
         """Return what was emitted after each row of the running requests, and their drafts.
+
+        The last are the drafts that the device made, verified or not: see `Report`.
 
         fetched: on the CPU; as the engine's `emitted` describes it
         running: which of the step's requests
@@ -282,10 +289,10 @@ class Launched:
         if isinstance(self.decision, DeviceDrafts):
             return unpack(fetched, self.decision.num_drafts, None if all_run else running)
         if isinstance(self.decision, CpuDrafts) and all_run:
-            return fetched, self.decision.proposal
+            return fetched, self.decision.proposal, None
         assert not isinstance(self.decision, CpuDrafts), "finished requests have no drafts"
         tokens = fetched if all_run else fetched[torch.from_numpy(running)]
-        return tokens, Proposal.empty(len(running))
+        return tokens, Proposal.empty(len(running)), None
 
 
 @dataclass(frozen=True, eq=False)

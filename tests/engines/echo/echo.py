@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -75,9 +76,12 @@ class Echo:
         """Return what follows each row, [N]: a pass and its sampling."""
         return self._prompts[index, seq_lens % self._sizes[index]]
 
-    def prefill(self) -> Tensor:
+    def prefill(self, reqs: Sequence[InProcessRequest]) -> Tensor:
         """Launch the pass that reads the prompts. Return what follows each."""
-        return self._target(torch.arange(len(self._sizes)), self._sizes)
+        index, lens = torch.arange(len(self._sizes)), self._sizes
+        tokens = self._target(index, lens)
+        self._drafters.enter(reqs, index, lens, tokens, partial=np.empty(0, np.int64))
+        return tokens
 
     # -- what the served step calls, in this order
 
@@ -94,7 +98,7 @@ class Echo:
     ) -> Rows:
         """Return the rows of a step. Those with drafts of the device are laid out already."""
         if drafts is not None:
-            return Rows(drafts.layout.shape, drafts.index, drafts.seq_lens, drafts)
+            return Rows(drafts.layout.shape, drafts.owner_index, drafts.seq_lens, drafts)
         shape: Proposal = Proposal.empty(len(members.requests))
         if isinstance(decision, CpuDrafts):
             shape = decision.proposal
@@ -110,6 +114,8 @@ class Echo:
         lens = rows.seq_lens[roots]  # but for drafts of the CPU, which `prepare` counts
         if rows.drafts is not None:
             lens, emitted = self._drafters.advance(rows.drafts, emitted)
+        elif not len(rows.shape.parents):
+            self._drafters.append(rows.index, lens, emitted)
         self.lens[rows.index[roots]] = lens
         return emitted
 
@@ -154,7 +160,7 @@ class EchoServer:
         # the device drafts where two steps more would fit: so they do, beside the longest text
         width = max(req.length + req.sampling.max_tokens for req in reqs) + 2 * (most + 1)
         slots = torch.zeros(len(reqs), width, dtype=torch.int32)  # of a cache, if there were one
-        drafters = DeviceDrafters(DeviceTexts(slots, **pool.lookup))
+        drafters = DeviceDrafters(DeviceTexts(slots, pool.lookup))
         limit = len(reqs) * (1 + most)
         budget = RowBudget(limit, vocab_size, logit_bytes=4, coins=KeyedCoins(), trees=False)
         self._table, self._in_flight = RequestTable(describe, pool), InFlight()
@@ -173,7 +179,7 @@ class EchoServer:
     def serve(self) -> list[Settled]:
         """Run all requests to their ends. Return the decode steps."""
         lengths = [req.length for req in self._reqs]
-        prefill = PrefillLaunch(self._reqs, lengths, self.engine.prefill())
+        prefill = PrefillLaunch(self._reqs, lengths, self.engine.prefill(self._reqs))
         self._in_flight.append(prefill)
         launched, steps = deque([self._launch(None)]), list[Settled]()
         for req, token in zip(self._reqs, self.engine.first_tokens(prefill.ticket), strict=True):

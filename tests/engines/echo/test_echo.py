@@ -9,6 +9,7 @@ from echo import Echo, EchoServer
 
 from outrider.core import FinishReason, SamplingParams
 from outrider.engines.in_process import InProcessRequest
+from outrider.serving.device import DeviceTexts
 from outrider.serving.device_drafters import DeviceDrafters
 
 PROMPTS = {(7,): 9, (1, 2, 1, 3, 1, 4): 40, (5, 6, 7): 1, (8, 9, 8, 8, 9, 5, 0): 23}
@@ -66,10 +67,12 @@ def test_plain_steps_are_launched_before_the_last_is_read():
     assert accepted(steps) == 0
 
 
-def test_steps_of_the_device_are_too_once_it_has_the_texts():
-    server, _, steps = served("device")
+@pytest.mark.parametrize("drafters", [("device",), ("device", "none")])
+def test_steps_of_the_device_are_too(drafters):
+    """The first one as well, with the prefill in flight, and beside requests without drafts."""
+    server, _, steps = served(*drafters)
     assert {step.launched.device_drafter for step in steps} == {"device"}
-    assert [step.launched.early for step in steps] == [False] + [True] * (len(steps) - 1)
+    assert all(step.launched.early for step in steps)
     assert server.engine.log == ahead(steps)
 
 
@@ -90,6 +93,21 @@ def test_twin_rows_in_wrong_places_are_seen(monkeypatch):
     target = Echo._target
     monkeypatch.setattr(Echo, "_target", lambda self, i, lens: target(self, i, lens + 1))
     assert not is_echo(served("none")[1][1])
+
+
+def test_twin_texts_that_the_device_does_not_have_make_a_step_wait(monkeypatch):
+    monkeypatch.setattr(DeviceTexts, "enter", lambda *_: None)
+    _, reqs, steps = served("device")
+    assert [is_echo(req) for req in reqs] == [True] * len(PROMPTS)
+    assert not any(step.launched.early for step in steps)
+
+
+def test_twin_tokens_that_are_not_appended_are_seen(monkeypatch):
+    """The token behind a prompt is the first one to draft from."""
+    _, _, steps = served("device")
+    monkeypatch.setattr(DeviceDrafters, "append", lambda *_: None)
+    monkeypatch.setattr(DeviceTexts, "append", lambda *_: None)
+    assert accepted(served("device")[2]) < accepted(steps)
 
 
 def test_twin_lengths_that_the_device_counts_wrongly_are_seen(monkeypatch):

@@ -53,6 +53,7 @@ class Metered:
         self._log, self._passes = folder / "steps.jsonl", folder / "passes.jsonl"
         self.planted = folder / "steps.jsonl.planted"
         device = {"profile": "h100-8b-line", "log": str(self._passes), "spin": 0}
+        device["price_device_work"] = False  # CPU time is what is measured
         profile = {"max_drafts": 8, "drafter": "suffix", "drafters": {"adaptive": {}, "device": {}}}
         (folder / "device.json").write_text(json.dumps(device))
         (folder / "profile.json").write_text(json.dumps(profile))

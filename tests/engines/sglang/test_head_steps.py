@@ -69,7 +69,8 @@ def decode(sampling, fault=0, steps=12):
         at = torch.tensor([*lens.values()])
         where = told.tokens.int(), lines, at, longest, lines
         num_drafts = np.array(widths)
-        ends = TextEnds(requests, num_drafts, *where, layouts.of(num_drafts), layouts)
+        width, layout = max(widths), layouts.of(num_drafts)
+        ends = TextEnds(requests, num_drafts, width, *where, layout, layouts)
         drafts = ahead.draft(ends).tolist()
         ours = [mine[:width] for mine, width in zip(drafts, widths, strict=True)]
         theirs = drafts_of_the_cpu(lens, widths, sampling)

@@ -84,7 +84,7 @@ def step(*kept, drafts=None, names=None, parts=None, on_device=""):
     clock.parts.update(parts or {})
     decision = CpuDrafts(proposal, names) if len(proposal.parents) else Plain()
     if on_device:
-        decision = DeviceDrafts(on_device, proposal.num_drafts)
+        decision = DeviceDrafts(on_device, proposal.num_drafts, width=4)
     members = Members.whole(requests, np.ones(len(kept), np.int64), Columns.of(requests))
     launched = Launched(members, decision, early=False, ticket=None, clock=clock)
     return Settled(launched, np.arange(len(kept)), proposal, Outcomes.of(outcomes))

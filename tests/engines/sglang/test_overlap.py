@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from outrider.control.decision import CpuDrafts, Plain
 from outrider.core import FinishReason, Outcome, Outcomes, Proposal, chain
-from outrider.engines.sglang import finish
+from outrider.engines.sglang import finish, slots
 from outrider.engines.sglang.carried import Carried
 from outrider.engines.sglang.finish import (
     attach_hidden,
@@ -193,7 +193,7 @@ def test_what_is_emitted_for_ended_requests_is_discarded():
     def emitted():
         """Return the requests that still run, and what was emitted for them."""
         running = step.running()
-        tokens, proposal = step.read(fetched, running)
+        tokens, proposal, _ = step.read(fetched, running)
         assert proposal.num_rows == len(running)
         return step.members.take(running), tokens.tolist()
 
@@ -281,7 +281,8 @@ def test_a_trees_path_is_put_in_order():
 class Table:
     """A table of 3 requests with so many cached tokens, and an allocator of pages."""
 
-    def __init__(self, monkeypatch, page_size, lengths, width):
+    def __init__(self, monkeypatch, page_size, lengths, width, slots_ahead=0):
+        monkeypatch.setattr(slots, "SLOTS_AHEAD", slots_ahead)
         self.page_size, self.taken, self.left = page_size, 0, 10_000
         cached = lambda reqs: np.array([req.kv_committed_len for req in reqs])  # noqa: E731
         self.slots = Slots(VERSION, cached)
@@ -332,6 +333,24 @@ class Table:
         lens = torch.tensor([req.kv_committed_len for req in self.reqs])
         Carried(self.slots, lens, lens).prepare_for_decode(self.batch())
         return [req.kv_allocated_len for req in self.reqs]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_slots_are_allocated_for_several_steps_while_the_pool_has_many(size, monkeypatch):
+    table = Table(monkeypatch, size, (10, 30, 40), 400, slots_ahead=slots.SLOTS_AHEAD)
+    allocations = 0
+    for _ in range(40):
+        before = table.taken
+        lens = table.prepare()
+        allocations += table.taken > before
+        for req, held in zip(table.reqs, lens, strict=True):
+            assert req.kv_committed_len + 2 * 13 <= held
+            req.kv_committed_len += 1
+    assert allocations <= 40 // slots.SLOTS_AHEAD + 1
+    table.left = 100
+    table.reqs[0].kv_committed_len = table.reqs[0].kv_allocated_len - 26 + 1
+    held = table.reqs[0].kv_allocated_len
+    assert table.prepare()[0] <= held + size, "no more than it needs from a pool with few"
 
 
 @pytest.mark.parametrize(("size", "lens"), [(1, [36, 40, 40]), (4, [36, 40, 40]), (16, [40] * 3)])

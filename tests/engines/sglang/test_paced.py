@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from paced.clock import now
-from paced.device import Device, Pass
+from paced.device import Device, Pass, parts_file
 from paced.drafts import PacedBranches
 from paced.log import finished_log, steady
 from paced.model import FLAGS, HEADED, write_head, write_model
 from paced.plugin import PLUGIN, VARIABLE, make_device
+from paced.prices import LAUNCH
 from paced.tensor import GreedyLogits, Timed
 from paced.texts import KINDS, MIXED, STORIES, VOCABULARY, Answers, prompts, texts
 
@@ -320,6 +321,23 @@ def test_sampled_requests_are_refused(both):
         response = server.post("/generate", {"input_ids": asked.ids, "sampling_params": params})
         assert response.status_code == 400
         assert "greedy" in response.text
+
+
+def test_the_devices_work_is_priced_in_both_servers(both):
+    """A step without drafts has as many launches, and as little of it is left to the CPU."""
+    found = []
+    for server, options in zip(both, ({}, {"max_drafts": 0}), strict=True):
+        tokens, passes = answers(server, asked := prompts(MIXED, 5, first=11), **options)
+        assert tokens == [prompt.output[:TOKENS] for prompt in asked]
+        parts = json.loads(parts_file(server.passes).read_text())
+        assert "sampler" in parts
+        found.append(steady(passes, 5))
+    bare, ours = found
+    for own in found:
+        assert own.excused > 0
+        assert own.launching == pytest.approx(own.launches * LAUNCH, rel=0.4)  # and views
+        assert 14 <= own.launches / own.steps <= 30
+    assert abs(bare.launches / bare.steps - ours.launches / ours.steps) < 8
 
 
 def test_long_prompts_are_read_in_chunks(both):

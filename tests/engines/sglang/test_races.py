@@ -175,7 +175,7 @@ def follow(launch, folder, profile, names, *flags, layers=1, plant=None, count=R
     """
     model = write_model(folder / "model", layers)
     for name, content in (
-        ("device", {"profile": "h100-8b-line"}),
+        ("device", {"profile": "h100-8b-line", "price_device_work": False}),
         ("races", {"log": str(folder / "found.json"), "plant": plant}),
         ("profile", {"max_drafts": 6, **profile}),
     ):

@@ -105,6 +105,7 @@ def steps_of(launch, folder, profile, cases, *flags, layers=1):
     """Return what the decode steps of a server do, by case: its name, its batch, its options."""
     model, file = write_model(folder / "model", layers), folder / "steps.jsonl"
     setting = {"profile": "h100-8b-line", "log": str(folder / "passes.jsonl")}
+    setting["price_device_work"] = False  # it labels the device's tensors too
     (folder / "device.json").write_text(json.dumps(setting))
     (folder / "profile.yaml").write_text(json.dumps({"max_drafts": 8, **profile}))
     server = launch(

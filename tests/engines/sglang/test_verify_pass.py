@@ -125,7 +125,9 @@ ASKED = [
 )
 def test_answers_and_passes(launch, model_dir, tmp_path, setting, drafter, first):
     profile, passes = tmp_path / "profile.yaml", tmp_path / "passes"
-    profile.write_text(f"verify_pass: {setting}\ndrafter: {drafter}\n")
+    # drafts of the device are verified by rows
+    options = "drafters: {adaptive: {device: false}}\n" if drafter == "adaptive" else ""
+    profile.write_text(f"verify_pass: {setting}\ndrafter: {drafter}\n{options}")
     passes.write_text(f"{first}\n")
     environment = {"OUTRIDER_CONFIG": str(profile), "OUTRIDER_TEST_VERIFY": str(passes)}
     name = f"verify-{setting}{first}"

@@ -20,7 +20,7 @@ MIXED = "mixed"
 VOCABULARY = 151_936
 
 PROFILE = H100_8B_LINE
-"""The straight line with which table.json was computed."""
+"""Of tests that compute no table."""
 
 
 @lru_cache(maxsize=1)

@@ -13,13 +13,25 @@ import torch
 from outrider.control.decision import CpuDrafts, DeviceDrafts
 from outrider.core import Proposal
 from outrider.engines import in_process
-from outrider.engines.simulated import SimulatedDevice, run_clients
+from outrider.engines.simulated import SimulatedDevice, SimulatedServer, run_clients
+from outrider.serving import device
+from outrider.serving.device import DeviceTexts
 from outrider.serving.step import ServedStep
+
+GRID = table.GRIDS["h100-8b-line"]
+
+
+def server_of(batch, drafter, options=None):
+    return table.server_of(GRID.profile, batch, drafter, options)
+
+
+def requests_of(*cell):
+    return table.requests_of(GRID, *cell)
 
 
 def served(arrivals, text, batch, drafter):
-    server = table.server_of(batch, drafter)
-    requests = table.requests_of(arrivals, text, batch, *table.DRAFTERS[drafter])
+    server = server_of(batch, drafter)
+    requests = requests_of(arrivals, text, batch, *table.DRAFTERS[drafter])
     run_clients(server, batch, requests)
     return server, requests
 
@@ -78,16 +90,16 @@ def test_plain_steps_never_make_the_device_wait():
 
 
 def test_requests_without_a_drafter_are_launched_early_whatever_they_allow(settled):
-    server = table.server_of(4, "suffix 4")
-    run_clients(server, 4, table.requests_of("fixed", "prose", 4, "none", 8))
+    server = server_of(4, "suffix 4")
+    run_clients(server, 4, requests_of("fixed", "prose", 4, "none", 8))
     assert all(step.launched.early for step in settled[1:])
 
 
 @pytest.mark.parametrize("drafter", table.DRAFTERS)
 def test_an_answer_of_one_token_has_one(drafter):
     """Its decode step was launched before the first token was read."""
-    server = table.server_of(4, drafter)
-    requests = table.requests_of("fixed", "chat", 4, *table.DRAFTERS[drafter])
+    server = server_of(4, drafter)
+    requests = requests_of("fixed", "chat", 4, *table.DRAFTERS[drafter])
     for req in requests[:2]:
         req.sampling = dataclasses.replace(req.sampling, max_tokens=1)
     run_clients(server, 4, requests)
@@ -157,6 +169,101 @@ def test_every_way_to_draft_is_used(settled):
         decision = step.launched.decision
         if isinstance(decision, CpuDrafts):
             names.update(decision.names)
-        elif isinstance(decision, DeviceDrafts):
+        elif isinstance(decision, DeviceDrafts) and decision.num_drafts.any():
             names.add(decision.drafter)
-    assert {"suffix", "model", "device"} <= names
+    assert {"model", "device"} <= names
+
+
+def test_where_the_device_may_not_draft_the_cpu_looks_up(settled):
+    server = server_of(4, "adaptive", {"device": False})
+    run_clients(server, 4, requests_of("fixed", "edit", 4, *table.DRAFTERS["adaptive"]))
+    decisions = [step.launched.decision for step in settled]
+    assert not any(isinstance(decision, DeviceDrafts) for decision in decisions)
+    assert any("suffix" in d.names for d in decisions if isinstance(d, CpuDrafts))
+
+
+# -- requests that join while the device drafts
+
+
+def answers_are_right(requests):
+    return all(req.output == [*req.answer[: req.sampling.max_tokens]] for req in requests)
+
+
+def joined(settled):
+    """Return the steps that have requests which the step before did not have."""
+    ids = [{request.id for request in step.launched.requests} for step in settled]
+    return [
+        step for step, (before, now) in zip(settled[1:], pairwise(ids), strict=True) if now - before
+    ]
+
+
+@pytest.mark.parametrize("drafter", ["device 4", "adaptive"])
+@pytest.mark.parametrize("text", ["chat", "json"])
+def test_no_step_waits_for_requests_that_join(settled, text, drafter):
+    _, requests = served("closed", text, 4, drafter)
+    assert answers_are_right(requests)
+    assert len(joined(settled)) > 3
+    # the first one waits for passes to be timed
+    assert all(step.launched.early for step in settled[1:])
+    assert sum(step.outcomes.num_accepted_drafts.sum() for step in settled) > 50
+
+
+def test_twin_they_do_if_the_device_lacks_their_texts(settled, monkeypatch):
+    enter = DeviceTexts.enter
+    monkeypatch.setattr(
+        DeviceTexts, "enter", lambda self, *joining: None if settled else enter(self, *joining)
+    )
+    _, requests = served("closed", "json", 4, "device 4")
+    assert answers_are_right(requests)
+    assert not any(step.launched.early for step in joined(settled))
+
+
+@pytest.mark.parametrize("drafter", ["device 4", "adaptive"])
+def test_requests_beside_those_without_drafts(settled, drafter):
+    server = server_of(4, drafter)
+    requests = requests_of("closed", "json", 4, *table.DRAFTERS[drafter])
+    for req in requests[::3]:
+        req.drafter, req.max_drafts = "none", 0
+    run_clients(server, 4, requests)
+    assert answers_are_right(requests)
+    assert not server.pool.fallback_totals()
+    assert any(step.launched.decision.num_drafts.any() for step in settled[1:])
+    for step in settled[1:]:
+        decision, own = step.launched.decision, step.launched.requests
+        assert isinstance(decision, DeviceDrafts)
+        for request, count in zip(own, decision.num_drafts.tolist(), strict=True):
+            assert not count or request.max_drafts
+
+
+@pytest.mark.parametrize("drafter", ["device 4", "adaptive"])
+def test_more_requests_than_lines(settled, monkeypatch, drafter):
+    monkeypatch.setattr(device, "MAX_TEXT_BYTES", 2 * 4 * 2048)
+    server = server_of(4, drafter)
+    requests = requests_of("closed", "json", 4, *table.DRAFTERS[drafter])[:6]
+    for req in requests[2:]:
+        req.sampling = dataclasses.replace(req.sampling, max_tokens=20)
+    run_clients(server, 4, requests)
+    assert answers_are_right(requests)
+    sizes = {
+        len(step.launched.requests)
+        for step in settled
+        if isinstance(step.launched.decision, DeviceDrafts)
+    }
+    assert sizes, "the device drafts for those that are left"
+    assert max(sizes) <= 2
+
+
+@pytest.mark.parametrize("drafter", ["device 4", "adaptive"])
+def test_texts_that_are_longer_than_lines(settled, drafter):
+    longest = max(len(req.prompt) for req in requests_of("fixed", "chat", 4))
+    server = SimulatedServer(
+        SimulatedDevice(recorded.PROFILE, recorded.VOCABULARY),
+        table.DRAFTERS[drafter][0],
+        max_drafts=4,
+        max_requests=4,
+        max_length=longest - 1,
+    )
+    requests = requests_of("fixed", "chat", 4, *table.DRAFTERS[drafter])
+    run_clients(server, 4, requests)
+    assert answers_are_right(requests)
+    assert any(isinstance(step.launched.decision, CpuDrafts) for step in settled)

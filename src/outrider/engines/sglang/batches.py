@@ -169,7 +169,7 @@ def device_rows(own: SglangBatch, members: Members, drafts: DeviceRows) -> tuple
     forward = forward_batch(
         own.worker_batch,
         drafts.tokens,
-        drafts.index,
+        drafts.owner_index,
         drafts.seq_lens,
         drafts.longest,
         drafts.slots,

@@ -72,7 +72,8 @@ class Carried(SpecInput):
     def merge_batch(self, other: Carried) -> None:
         """Take in the requests of another batch."""
         if other.knows is not self.knows:
-            self.knows = Knows.CPU
+            is_known = Knows.CPU not in (self.knows, other.knows)
+            self.knows = Knows.DEVICE if is_known else Knows.CPU
         self.verify_done = self.verify_done or other.verify_done
 
     def prepare_for_decode(self, batch: Any) -> None:

@@ -92,9 +92,6 @@ class SglangEngine:
         self._slots: Slots | None = None
         self._verify: VerifyPass | None = None
         self._is_padding_chosen, self._main = False, None
-        table = self._runner.req_to_token_pool.req_to_token
-        # the last token by row of the table, written and read by the forward stream only
-        self._last_tokens = torch.zeros(len(table), dtype=torch.int64, device=table.device)
 
     def use(self, slots: Slots, verify: VerifyPass | None, is_padding_chosen: bool) -> None:
         """Give batches their slots by these, and verify drafts by this padded pass, if any.
@@ -174,7 +171,7 @@ class SglangEngine:
             proposal = decision.proposal
         is_plain = members.is_whole and not len(proposal.parents)
         if is_plain and batch.knows is Knows.BOTH and not members.columns.needs_text:
-            forward, groups = last_token_rows(own, self._last_tokens, members.columns.kinds)
+            forward, groups = last_token_rows(own, self._device.last_tokens, members.columns.kinds)
         else:
             forward, groups = proposal_rows(own, members, proposal)
         lens, knows = (forward, Knows.BOTH) if is_plain else (plain, Knows.CPU)
@@ -195,7 +192,7 @@ class SglangEngine:
         emitted = self._sample(output, forward, rows.groups)
         keep_params(forward.sampling_info)
         if following.knows is Knows.BOTH:
-            self._last_tokens[forward.req_pool_indices] = emitted
+            self._device.append(forward.req_pool_indices, forward.seq_lens, emitted)
         if rows.drafts is not None:
             lens, emitted = self._device.advance(rows.drafts, emitted)
             following.note_accepted(lens, self._record())
@@ -277,7 +274,6 @@ class SglangEngine:
             kinds = [sampling_kind(req.sampling_params) for req in plain.reqs]
             groups = kind_groups(kinds, plain.seq_lens.device)
             result.next_token_ids = self._sample(result.logits_output, plain, groups)
-        self._last_tokens[plain.req_pool_indices] = result.next_token_ids
         return result
 
     def _sample(self, output: Any, forward: Any, groups: Groups) -> Tensor:

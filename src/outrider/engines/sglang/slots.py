@@ -1,9 +1,10 @@
 """How many KV slots each request of a batch holds before a decode step.
 
 A step is launched before the scheduler knows what the last one emitted. So a request holds the
-slots of two steps: 2 (K + 1) behind the tokens that the scheduler knows to be cached. A pool that
-has fewer free slots still serves all that plain decoding serves: each request then holds what its
-next token needs, the other free slots are shared equally, and a step has no more drafts than slots.
+slots of two steps: 2 (K + 1) behind the tokens that the scheduler knows to be cached, and up to
+SLOTS_AHEAD more while the pool has many. A pool that has fewer free slots still serves all that
+plain decoding serves: each request then holds what its next token needs, the other free slots are
+shared equally, and a step has no more drafts than slots.
 
 No row may write into a slot that its request does not hold. A step that is launched early may have
 rows behind the end of a text. In such a pool their entries in the table are slot 0, which SGLang
@@ -21,6 +22,12 @@ import torch
 from outrider.core import Ints
 from outrider.engines.sglang.versions.base import SglangVersion
 from outrider.serving.device import owners_and_places, to_device
+
+SLOTS_AHEAD = 32
+"""Further slots that a request is given whenever one lacks some, so that not every step has to
+allocate. Only if they are at most one in MIN_POOL_SHARE of the free ones."""
+
+MIN_POOL_SHARE = 8
 
 MostCached = Callable[[Sequence[Any]], Ints]
 """Returns how many tokens of each of SGLang's requests may be cached after the steps in flight."""
@@ -42,6 +49,7 @@ class Slots:
 
     def __init__(self, version: SglangVersion, most_cached: MostCached) -> None:
         self._version, self._most_cached = version, most_cached
+        self._step = 0  # slots that a step may need, as SGLang says when it is first asked
 
     def required(self, batch: Any, reqs: Sequence[Any]) -> int:
         """Return how many free slots the next step of these requests takes, at least.
@@ -62,11 +70,17 @@ class Slots:
         """
         size, width = _shape(batch)
         held, wanted = self._holdings(batch.reqs, size, width)
-        is_tight = num_slots(held, wanted, size) > _free(batch)
+        if (wanted <= held).all():
+            return None
+        free = _free(batch)
+        more = np.minimum(wanted + whole_pages(np.array(SLOTS_AHEAD), size), width)
+        if num_slots(held, more, size) * MIN_POOL_SHARE <= free:
+            wanted = np.maximum(more, held)
+        is_tight = num_slots(held, wanted, size) > free
         if is_tight:
             least = self._least(batch.reqs, size, width)
             most = np.maximum(least, np.minimum(wanted, _ends(batch.reqs, size, width)))
-            spare = _free(batch) - num_slots(held, least, size)
+            spare = free - num_slots(held, least, size)
             wanted = least + _shares(most - least, spare, size)
         for req, length in zip(batch.reqs, wanted.tolist(), strict=True):
             self._version.kv(req).kv_allocated_len = length
@@ -75,7 +89,7 @@ class Slots:
         if (wanted > held).any():
             self._write(batch, held, np.maximum(held, wanted))
         if is_tight:
-            behind = wanted + 2 * self._version.slots_per_step()
+            behind = wanted + 2 * self._step
             _park(batch, wanted, np.minimum(behind, width))
         return wanted if is_tight else None
 
@@ -88,7 +102,8 @@ class Slots:
         held = np.array([cache.kv_allocated_len for cache in caches])
         known = np.array([cache.kv_committed_len for cache in caches])
         # near the end of the context the request's row of the table is full
-        needed = whole_pages(known + 2 * self._version.slots_per_step(), page_size)
+        self._step = self._step or self._version.slots_per_step()
+        needed = whole_pages(known + 2 * self._step, page_size)
         return held, np.maximum(np.minimum(needed, width), held)
 
     def _least(self, reqs: Sequence[Any], page_size: int, width: int) -> Ints:

@@ -13,18 +13,25 @@ import numpy as np
 import torch
 
 from outrider.engines.costs import DeviceProfile, PassCost
-from paced.clock import SPIN, now, wait_until
+from paced.clock import SPIN, excused, now, real, wait_until
 from paced.heads import STATE, PacedHead
+from paced.prices import Prices
 from paced.tensor import GreedyLogits, Timed
 from paced.texts import HEADER, VOCABULARY, Answers
+from paced.work import Work
 
 QUIET_SECONDS = 0.25
 """The log is written when nothing was queued for so long: not while passes are being timed."""
 
 
+def parts_file(log: Path) -> Path:
+    """Return the file beside a log that has the work between passes by part."""
+    return log.with_suffix(".parts.json")
+
+
 @dataclass
 class Pass:
-    """One pass in the log.
+    """One pass in the log. All times are of the server's own clock: see `log.virtual`.
 
     kind: decode, prefill, draft_decode, draft_prefill or head_decode
     queued: when the host launched it
@@ -34,6 +41,9 @@ class Pass:
     context: cached tokens that are read
     requests: how many
     position: the sum over requests of the last known token's position: what grows is output
+    excused: seconds by which this clock was behind real time when the pass was queued
+    launches, launching: kernels launched by then since the server began, and the CPU seconds that
+        were charged for it; 0 if the device's work is not priced
     """
 
     kind: str
@@ -45,6 +55,9 @@ class Pass:
     requests: int
     position: int
     read: float = 0.0
+    excused: float = 0.0
+    launches: int = 0
+    launching: float = 0.0
 
 
 class Device:
@@ -52,6 +65,7 @@ class Device:
 
     reads_each_row: whether a decode pass reads a request's cache once for each of its rows, as all
         attention backends do but Outrider's own
+    prices: of the work between passes, which otherwise is the CPU's
     """
 
     def __init__(
@@ -60,6 +74,7 @@ class Device:
         log: Path | None = None,
         spin: float = SPIN,
         reads_each_row: bool = False,
+        prices: Prices | None = None,
     ) -> None:
         self.profile, self.reads_each_row = profile, reads_each_row
         self._spin = spin
@@ -70,6 +85,7 @@ class Device:
         # ready times are unique: passes of one queue never end together
         self._unread: dict[float, Pass] = {}
         self._passes: list[Pass] = []
+        self.work = None if prices is None else Work(prices, self._run_kernels)
         if log is not None:
             threading.Thread(target=self._write_when_quiet, args=(log,), daemon=True).start()
 
@@ -83,7 +99,7 @@ class Device:
     def wait(self, ready: float) -> None:
         """Return when a moment has come, as a read of what is ready then does."""
         found = self._unread.pop(ready, None)
-        if found is not None:
+        if found is not None and not found.read:
             found.read = now()
         wait_until(ready, self._spin)
 
@@ -112,6 +128,46 @@ class Device:
         self._passes.append(made)
         return self._free_at
 
+    def _run_kernels(self, launched: float, seconds: float, after: float) -> float:
+        """Queue kernels between passes. Return when their results are ready.
+
+        They do not wait for a pass that they need nothing of: on a GPU they may run beside it.
+        Passes that are queued later begin later by their time.
+        """
+        self._free_at = max(self._free_at, launched) + seconds
+        ready = max(after, launched) + seconds
+        if (source := self._unread.get(after)) is not None:
+            self._unread[ready] = source  # who reads this reads what the pass made
+        return ready
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as one of the device, if operations on it are priced."""
+        if self.work is None or isinstance(tensor, Timed):
+            return tensor
+        return Timed.of(tensor, 0.0, self.wait)
+
+    def hold(self, tensor: Any) -> None:
+        """Make a tensor that others refer to one of the device, if operations on it are priced."""
+        if self.work is not None and type(tensor) is torch.Tensor:
+            held: Any = tensor
+            held.__class__, held.ready, held.wait = Timed, 0.0, self.wait
+
+    def _launched(self) -> float:
+        """Return when a pass is launched if that begins now."""
+        return now() + (0.0 if self.work is None else self.work.prices.launch_of_pass)
+
+    def note_launch(self, since: float) -> None:
+        """Book the launch of the last pass, whose values have just been made up.
+
+        since: real time when that began
+        """
+        if self.work is None:
+            return
+        made = self._passes[-1]
+        self.work.pass_launched(made.kind, since)
+        made.excused = excused()
+        made.launches, made.launching = self.work.launches, self.work.launching
+
     # -- what a model runner asks for
 
     def head(self, folder: Path, num_layers: int) -> PacedHead:
@@ -120,9 +176,9 @@ class Device:
             raise ValueError(f"{self.profile.name} has no costs of a head")
 
         def enqueue(rows: int) -> float:
-            return self.enqueue("head_decode", rows, 0, rows, 0)
+            return self.enqueue("head_decode", rows, 0, rows, 0, self._launched())
 
-        made = PacedHead(folder, num_layers, enqueue, self.wait)
+        made = PacedHead(folder, num_layers, enqueue, self.wait, self.note_launch)
         self._told = len(made.hidden_layers), made.config.hidden_size
         return made
 
@@ -133,19 +189,25 @@ class Device:
         """
         if batch.return_logprob:
             raise NotImplementedError("logprobs on the paced device: ask for none")
+        since = real()
         with torch._C.DisableTorchFunctionSubclass():
-            mode = batch.forward_mode
-            if mode.is_decode():
-                return self._decode(batch, req_to_token, is_draft)
-            if mode.is_target_verify():
-                return self._verify(batch, req_to_token)
-            if mode.is_extend():
-                self._resize(slots)
-                return self._prefill(batch, req_to_token, is_draft)
+            made = self._forward(batch, req_to_token, slots, is_draft)
+        self.note_launch(since)
+        return made
+
+    def _forward(self, batch: Any, req_to_token: torch.Tensor, slots: int, is_draft: bool) -> Any:
+        mode = batch.forward_mode
+        if mode.is_decode():
+            return self._decode(batch, req_to_token, is_draft)
+        if mode.is_target_verify():
+            return self._verify(batch, req_to_token)
+        if mode.is_extend():
+            self._resize(slots)
+            return self._prefill(batch, req_to_token, is_draft)
         raise NotImplementedError(f"{mode} on the paced device")
 
     def _decode(self, batch: Any, req_to_token: torch.Tensor, is_draft: bool) -> Any:
-        launched = now()  # what follows is the device's work, or launching it
+        launched = self._launched()  # what follows is the device's work, or launching it
         lines, positions = batch.req_pool_indices.numpy(), batch.positions.numpy()
         if len(lines) > 1:  # rows of a request stand together, its last token first
             roots = np.empty(len(lines), dtype=bool)
@@ -161,7 +223,7 @@ class Device:
 
     def _verify(self, batch: Any, req_to_token: torch.Tensor) -> Any:
         """Queue a pass that reads each request's cache once, whatever the backend."""
-        launched, width = now(), batch.spec_info.draft_token_num
+        launched, width = self._launched(), batch.spec_info.draft_token_num
         lens, positions = batch.seq_lens.numpy(), batch.positions.numpy()
         context = int(lens.sum())
         ready = self.enqueue("decode", len(positions), context, len(lens), context, launched)
@@ -171,7 +233,8 @@ class Device:
     def _prefill(self, batch: Any, req_to_token: torch.Tensor, is_draft: bool) -> Any:
         ids = batch.input_ids.numpy()
         kind = "draft_prefill" if is_draft else "prefill"
-        ready = self.enqueue(kind, len(ids), 0, len(batch.extend_seq_lens_cpu), 0)
+        requests, launched = len(batch.extend_seq_lens_cpu), self._launched()
+        ready = self.enqueue(kind, len(ids), 0, requests, 0, launched)
         self._memory[batch.out_cache_loc.numpy()] = ids
         ends = np.cumsum(batch.extend_seq_lens_cpu) - 1
         lines, positions = batch.req_pool_indices.numpy(), batch.positions.numpy()
@@ -235,5 +298,7 @@ class Device:
                 with file.open("a") as out:
                     for made in self._passes[written:count]:
                         out.write(json.dumps(vars(made)) + "\n")
+                if self.work is not None:
+                    self.work.write(parts_file(file))
                 written = count
                 self._unread.clear()

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.heads import head_layers, head_shape, read_config
+from paced import work
+from paced.clock import real
 from paced.tensor import Timed
 from paced.texts import VOCABULARY, texts
 
@@ -31,6 +33,7 @@ class PacedHead:
 
     enqueue: queues a pass of so many rows, and returns when it is done
     wait: how to wait for that
+    note_launch: is told of a pass's end, and when it began, in real time
     """
 
     name = "eagle3"
@@ -41,11 +44,12 @@ class PacedHead:
         num_layers: int,
         enqueue: Callable[[int], float],
         wait: Callable[[float], None],
+        note_launch: Callable[[float], None],
     ) -> None:
         found = read_config(folder)
         self.config = head_shape(found, str(folder))
         self.hidden_layers = head_layers(found, num_layers)
-        self._enqueue, self._wait = enqueue, wait
+        self._enqueue, self._wait, self._note_launch = enqueue, wait, note_launch
         self._tokens, self._logs, self._rest = _tables()
         longest = max(len(text.output) for text in texts())
         self._output = np.zeros((len(texts()), longest), np.int64)
@@ -62,7 +66,7 @@ class PacedHead:
 
     def __call__(self, tokens: Tensor, x: Tensor, positions: Tensor, attend: Any) -> Tensor:
         """Queue a pass. Return the states that follow, [N, H]."""
-        ready = self._enqueue(len(tokens))
+        since, ready = real(), self._enqueue(len(tokens))
         with _plain():
             which, shift, place, depth = x.numpy()[:, :STATE].astype(np.int64).T
             at = np.minimum(np.maximum(place, 0), self._output.shape[1] - 1)
@@ -71,10 +75,13 @@ class PacedHead:
             states = np.zeros(x.shape, np.float32)
             states[:, 0], states[:, 1], states[:, 2] = which, shift, place + 1
             states[:, 3] = np.where(on_text, depth + 1, -1)
-            return Timed.of(torch.from_numpy(states), ready, self._wait)
+            made = Timed.of(torch.from_numpy(states), ready, self._wait)
+        self._note_launch(since)
+        return made
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logs of the likely tokens' chances; the others are alike, [N, V]."""
+        since, books = real(), work.current()
         with _plain():
             which, shift, place, depth = states.numpy()[:, :STATE].astype(np.int64).T
             _, far, deep, count = self._tokens.shape
@@ -89,6 +96,8 @@ class PacedHead:
             rows = np.arange(len(at))[:, None]
             logits[rows, (ids + shift[:, None]) % VOCABULARY] = self._logs.reshape(-1, count)[at]
             ready = states.ready if isinstance(states, Timed) else 0.0
+            if books is not None:  # its kernels are among the pass's
+                books.book("head_decode", since, 0)
             return Timed.of(torch.from_numpy(logits), ready, self._wait)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from paced.device import QUIET_SECONDS, Pass
 
@@ -21,19 +24,33 @@ def read_log(file: Path) -> list[Pass]:
 def finished_log(file: Path, since: float, patience: float = 20.0) -> list[Pass]:
     """Return the passes of a run that is over, as soon as the server has written them.
 
-    since: when the run began. The file is removed: what the next run writes is its own.
+    since: when the run began, in real time. The file is removed: what the next run writes is its
+        own.
     """
     deadline, seen = time.monotonic() + patience, -1
     while time.monotonic() < deadline:
         size = file.stat().st_size if file.exists() else 0
         if size and size == seen:
-            passes = [made for made in read_log(file) if made.queued >= since]
+            passes = [made for made in read_log(file) if made.queued + made.excused >= since]
             if passes:
                 file.unlink()
                 return passes
         seen = size
         time.sleep(QUIET_SECONDS + 0.1)
     raise RuntimeError(f"nothing was written to {file}: is the paced device in the server?")
+
+
+def virtual(passes: list[Pass]) -> Callable[[float], float]:
+    """Return what turns a moment of another process into one of the server's clock.
+
+    The server's clock leaves out the real time in which it did a GPU's work. How much that was is
+    known wherever a pass was queued, and in proportion in between. It is monotonic.
+
+    passes: of the server's log, the run's first and last among them
+    """
+    excused = np.array([made.excused for made in passes])
+    moments = np.array([made.queued for made in passes]) + excused
+    return lambda moment: float(moment - np.interp(moment, moments, excused))
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,8 @@ class Steady:
     gaps: seconds of each step in which the device had nothing to do: from the end of a pass to the
         next launch, those of draft passes included
     drafts: rows of the target's passes beyond one for each request
+    excused: real seconds that the server's clock leaves out: a GPU's work, less its launches
+    launches, launching: kernels that a GPU would have launched, and the CPU seconds charged for it
     """
 
     seconds: float
@@ -55,6 +74,9 @@ class Steady:
     device_seconds: float
     gaps: tuple[float, ...]
     drafts: int
+    excused: float = 0.0
+    launches: int = 0
+    launching: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -74,6 +96,9 @@ class Steady:
             "share_of_ideal": round(self.device_seconds / self.seconds, 3),
             "idle_ms_median": round(1000 * statistics.median(gaps), 3),
             "idle_ms_p99": round(1000 * gaps[min(len(gaps) - 1, int(0.99 * len(gaps)))], 3),
+            "excused_ms_per_step": round(1000 * self.excused / self.steps, 3),
+            "launches_per_step": round(self.launches / self.steps, 1),
+            "launching_ms_per_step": round(1000 * self.launching / self.steps, 3),
         }
 
 
@@ -103,4 +128,7 @@ def steady(passes: list[Pass], batch: int) -> Steady:
         device_seconds=sum(p.done - p.start for p in window[:-1]),
         gaps=tuple(gaps[:-1]),
         drafts=sum(p.rows - p.requests for p in targets),
+        excused=last.excused - first.excused,
+        launches=last.launches - first.launches,
+        launching=last.launching - first.launching,
     )

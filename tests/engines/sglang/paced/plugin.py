@@ -3,7 +3,7 @@
 $OUTRIDER_PACED switches it on: the name of a cost profile, or a JSON file with
 
     {"profile": "h100-8b", "reads_each_row": true, "log": "passes.jsonl", "spin": 0.0002,
-     "prefill_row": 2e-6}
+     "prefill_row": 2e-6, "price_device_work": true}
 
 of which only `profile` must be there.
 
@@ -12,6 +12,8 @@ reads_each_row: the cache is read as by attention backends other than Outrider's
 log: where passes are written
 prefill_row: seconds a token of the target's and the draft model's prefills, on top of the smallest
     pass, instead of the profile's
+price_device_work: whether what a GPU would do between passes is taken out of the scheduler's clock
+    and priced (see `work`); true unless it says false. If not, it is the CPU's work in real time
 """
 
 from __future__ import annotations
@@ -19,21 +21,39 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from outrider.engines.costs import PROFILES
-from paced import cpu_time, recorder
+from paced import clock, cpu_time, recorder, work
 from paced.clock import SPIN, now, sharpen_sleep
 from paced.device import Device
+from paced.prices import prices_of
 from paced.races import server as races
-from paced.tensor import run_kernel
+from paced.tensor import Timed, run_kernel
 
 VARIABLE = "OUTRIDER_PACED"
 PLUGIN = "outrider_paced"
 """Its name for $SGLANG_PLUGINS: a server with this one only is bare SGLang on the device."""
+
+KERNELS = ("device.look_up", "device.draft_rows", "device.accept", "head_steps.unread_rows")
+"""Functions of `outrider.serving` that are the device's work as a whole. Their launches are counted
+one by one: they are not fused on a GPU either."""
+
+FUSED = ("ngram_match.reference.ngram_match",)
+"""Functions of `outrider.kernels` that stand for one kernel."""
+
+COPIES = ("device.to_device",)
+"""Functions of `outrider.serving` that copy an array of the CPU to the device."""
+
+LAUNCHES_OF_A_COPY = 2
+"""A copy to the device, by the CPU time of so many launches: its memory is pinned before."""
+
+BATCH = ("seq_lens", "orig_seq_lens", "req_pool_indices", "out_cache_loc")
+"""What SGLang's batch has on the device once its prompts are prepared."""
 
 
 def register() -> None:
@@ -62,9 +82,10 @@ def make_device(setting: str) -> Device:
         profile = dataclasses.replace(profile, target=target, draft=draft)
     log = options.pop("log", None)
     spin, reads_each_row = options.pop("spin", SPIN), options.pop("reads_each_row", False)
+    prices = prices_of(profile.name) if options.pop("price_device_work", True) else None
     if options:
         raise ValueError(f"unknown: {', '.join(options)}")
-    return Device(profile, Path(log) if log else None, spin, reads_each_row)
+    return Device(profile, Path(log) if log else None, spin, reads_each_row, prices)
 
 
 def _lay_hooks(setting: str) -> None:
@@ -80,12 +101,15 @@ def _lay_hooks(setting: str) -> None:
             made.append(make_device(setting))
             sharpen_sleep()
             _wait_at_events(made[0])
+            _price(made[0])
         return made[0]
 
     def forward_raw(original: Any, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_idle():
             return original(self, batch, *args, **kwargs)
         table, slots = self.req_to_token_pool.req_to_token, self.token_to_kv_pool_allocator.size + 1
+        for held in (table, getattr(self.token_to_kv_pool_allocator, "free_pages", None)):
+            device().hold(held)
         logits, states = device().forward(batch, table, slots, self.is_draft_worker)
         output = LogitsProcessorOutput(next_token_logits=logits, hidden_states=states)
         return model_runner.ModelRunnerOutput(logits_output=output, can_run_graph=False)
@@ -102,17 +126,62 @@ def _lay_hooks(setting: str) -> None:
     }
     for name, (hook, kind) in hooks.items():
         HookRegistry.register(f"sglang.srt.{name}", hook, kind)
+    described = make_device(setting)
+    is_priced = described.work is not None
+    if is_priced:
+        _follow_the_devices_tensors(device, made)
+        clock.follow("outrider")
     if os.environ.get("SGLANG_PLUGINS") != PLUGIN:
-        kernels = ("device.look_up", "device.draft_rows", "device.accept")
-        for kernel in (*kernels, "head_steps.unread_rows"):
+        for kernel in KERNELS:
             HookRegistry.register(f"outrider.serving.{kernel}", run_kernel, HookType.AROUND)
+        for kernel in FUSED if is_priced else ():
+            HookRegistry.register(f"outrider.kernels.{kernel}", work.one_launch, HookType.AROUND)
         HookRegistry.register(
             "outrider.engines.sglang.drafts.heads.load_head", load_head, HookType.REPLACE
         )
-    if make_device(setting).reads_each_row:
+    if described.reads_each_row:
         _verify_by_target()
     if file := os.environ.get(recorder.VARIABLE):
         recorder.register(Path(file))
+
+
+def _price(device: Device) -> None:
+    """Book the device's work from now on, if it is priced."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if device.work is not None:
+        missing = HookRegistry._hooks.keys() - HookRegistry._patched  # SGLang only logs them
+        if missing:
+            raise SystemExit(f"the paced device: nothing is called {', '.join(sorted(missing))}")
+        work.use(device.work)
+        device.work.calibrate(device.on_device(torch.zeros(16)))
+
+
+def _follow_the_devices_tensors(device: Callable[[], Device], made: list[Device]) -> None:
+    """Let operations on what a GPU would have be booked: on batches, slots, tables, copies."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def prepared(result: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        for name in BATCH:
+            if isinstance(value := getattr(self, name, None), torch.Tensor):
+                setattr(self, name, device().on_device(value))
+        return result
+
+    def copied(original: Any, array: Any, place: Any) -> Any:
+        if not made:
+            return original(array, place)
+        since, books = clock.real(), work.current()
+        tensor = original(array, place)
+        assert books is not None
+        launching = LAUNCHES_OF_A_COPY * books.prices.launch
+        books.book("to_device", since, 1, 2 * array.nbytes, launching=launching)
+        return made[0].on_device(tensor)
+
+    prepare = "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend"
+    HookRegistry.register(prepare, prepared, HookType.AFTER)
+    if os.environ.get("SGLANG_PLUGINS") != PLUGIN:
+        for name in COPIES:
+            HookRegistry.register(f"outrider.serving.{name}", copied, HookType.AROUND)
 
 
 def _verify_by_target() -> None:
@@ -143,6 +212,17 @@ def _free(original: Any, self: Any, free_index: torch.Tensor) -> None:
     is_grouped = is_grouped is not None and not getattr(self, "is_not_in_free_group", False)
     if self.need_sort or is_grouped or not free_index.numel():
         return original(self, free_index)
+    since, books, free = clock.real(), work.current(), self.free_pages
+    with torch._C.DisableTorchFunctionSubclass():
+        _append(self, free_index)
+        if isinstance(free, Timed):
+            self.free_pages = Timed.of(self.free_pages, 0.0, free.wait)
+    if books is not None:  # a device would copy all of them
+        books.book("free", since, 1, 16 * len(self.free_pages))
+    return None
+
+
+def _append(self: Any, free_index: torch.Tensor) -> None:
     free, ring = self.free_pages, getattr(self, "paced_ring", None)
     end, new = free.storage_offset() + len(free), len(free_index)
     inside = ring is not None and free.untyped_storage().data_ptr() == ring.data_ptr()
@@ -153,7 +233,6 @@ def _free(original: Any, self: Any, free_index: torch.Tensor) -> None:
         end = len(free)
     ring[end : end + new] = free_index
     self.free_pages = ring[end - len(free) : end + new]
-    return None
 
 
 def _wait_at_events(device: Device) -> None:

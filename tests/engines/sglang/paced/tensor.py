@@ -1,7 +1,8 @@
 """Tensors whose values are known later: reading one waits for the pass that makes it.
 
 The values are there from the start, because nobody computes them. What is computed from a tensor is
-ready when the latest of its inputs is. Ops themselves take no time on the device.
+ready when the latest of its inputs is. What ops themselves take is booked by `work`, if it is
+priced; otherwise they take no time on the device, and real time on the CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from paced import work
+from paced.clock import real
 
 Wait = Callable[[float], None]
 """Returns when a moment has come."""
@@ -62,10 +66,14 @@ class Timed(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        since, books = real(), work.current()
         kwargs = kwargs or {}
         with _plain():
             if func in _QUIET:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if books is not None:
+                    books.asked(since)
+                return result
             ready, wait = _latest(args, kwargs)
             if wait is not None and reads(func, args, kwargs):
                 wait(ready)
@@ -75,6 +83,8 @@ class Timed(torch.Tensor):
             result = func(*args, **kwargs)
             if wait is None:
                 return result
+            if books is not None:
+                ready = books.operation(func, args, kwargs, result, since, ready)
             if func is _T.__setitem__:
                 _marked(args[0], ready, wait)
             return _marked(result, ready, wait)
@@ -146,10 +156,14 @@ def _marked(result: Any, ready: float, wait: Wait) -> Any:
 
 
 def run_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call what is one launch on a device, however many ops stand for it here."""
+    """Call what is the device's work, whatever stands for it here: nothing in it waits."""
     ready, wait = _latest(args, kwargs)
+    books = work.current()
     with _plain():
-        result = kernel(*args, **kwargs)
+        if books is None:
+            result = kernel(*args, **kwargs)
+        else:
+            result, ready = books.function(kernel, args, kwargs, ready)
         return result if wait is None else _marked(result, ready, wait)
 
 
@@ -173,14 +187,21 @@ class GreedyLogits(Timed):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        since, books = real(), work.current()
         kwargs = kwargs or {}
         self = args[0] if args else None
         with _plain():
             if func in _QUIET:
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                if books is not None:
+                    books.asked(since)
+                return result
             if isinstance(self, GreedyLogits):
                 if func in (torch.argmax, _T.argmax) and _last_dim(args, kwargs):
-                    return Timed.of(self.tokens.clone(), self.ready, self.wait)
+                    tokens, ready = self.tokens.clone(), self.ready
+                    if books is not None:
+                        ready = books.argmax(len(tokens), since, ready)
+                    return Timed.of(tokens, ready, self.wait)
                 if func in (_T.detach, _T.float, _T.contiguous, _T.to):
                     return self
                 if func is _T.__getitem__ and args[1] == (0, 0):  # who times a pass reads one value

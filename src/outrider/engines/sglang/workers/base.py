@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -134,19 +135,23 @@ class OutriderWorker:
             limits=limits,
             device_depths={DEVICE: self._rows.max_rows(), **depths},
         )
-        self._device = DeviceDrafters()
         # other backends plan a pass by lengths, which the CPU does not know then
         can = args.attention_backend in (ATTENTION_BACKEND, "torch_native") and self._ranks.alone
-        if can and {DEVICE, ADAPTIVE, *depths} & {*self._names}:
-            self._device = self._device_drafters(heads)
+        drafts = can and bool({DEVICE, ADAPTIVE, *depths} & {*self._names})
+        self._device = self._device_drafters(heads, drafts)
         own = [head for head in heads.values() if head is not None]
         self._engine = SglangEngine(
             self.version, self._target_worker, self._ranks, self._device, own, bool(sources)
         )
 
-    def _device_drafters(self, heads: dict[str, SlotHead | None]) -> DeviceDrafters:
-        """Return what can draft on the device, and let control choose the heads among it."""
+    def _device_drafters(self, heads: dict[str, SlotHead | None], drafts: bool) -> DeviceDrafters:
+        """Return what can draft on the device, and let control choose the heads among it.
+
+        drafts: whether anything can
+        """
         table = self.model_runner.req_to_token_pool.req_to_token
+        if not drafts:
+            return DeviceDrafters(DeviceTexts(table, drafts=False))
         vocab_size = self.model_config.vocab_size
         steps = {
             name: HeadSteps(name, head, table, vocab_size, self._coins)
@@ -156,7 +161,7 @@ class OutriderWorker:
         }
         if self._pool.control is not None:
             self._pool.control.add_to_device(steps)
-        return DeviceDrafters(DeviceTexts(table, **self._pool.lookup), steps)
+        return DeviceDrafters(DeviceTexts(table, self._pool.lookup), steps)
 
     def _begin_verify(self, profile: Profile, args: Any) -> None:
         """Choose how drafts are verified."""
@@ -230,12 +235,19 @@ class OutriderWorker:
             result = self._engine.run_target(plain, is_verify=False)
         else:
             result = self._engine.run_prefill(own)
+            self._enter(plain, result.next_token_ids)
             self._prefill_drafts(plain)
             self._step.meanwhile()
             lengths = [len(req.origin_input_ids) + len(req.output_ids) for req in plain.reqs]
             self._in_flight.append(PrefillLaunch(plain.reqs[:], lengths, result))
         result.next_draft_input = Carried(self._slots, plain.seq_lens, plain.seq_lens_cpu)
         return result
+
+    def _enter(self, plain: Any, tokens: torch.Tensor) -> None:
+        """Let the device have the texts of a prefill, and the tokens that it emits."""
+        lengths = np.array([len(req.origin_input_ids) + len(req.output_ids) for req in plain.reqs])
+        partial = np.flatnonzero(plain.seq_lens_cpu.numpy() < lengths)  # chunks of a prompt
+        self._device.enter(plain.reqs, plain.req_pool_indices, plain.seq_lens, tokens, partial)
 
     def _prefill_drafts(self, plain: Any) -> None:
         """Let the draft model and heads read the prompts too, if they will draft for some."""
