@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import worlds
 
 from outrider.control import Limits, adaptive_control
 from outrider.control.acceptance import POOL_MEMORY, PRIOR_WEIGHT, REQUEST_MEMORY, UNKNOWN, Chances
@@ -58,7 +59,7 @@ def chains(drafts, widths):
     return Proposal.unclaimed(drafts[owners, places], widths, places - 1)
 
 
-class Head:
+class Head(worlds.Passes):
     """A head.
 
     right: the chance that a draft is right if the one before it is
@@ -69,20 +70,6 @@ class Head:
 
     def __init__(self, right, rng, clock):
         self.right, self.rng, self.clock, self.asked = right, rng, clock, 0
-
-    def start(self, requests):
-        """Do nothing."""
-
-    stop = observe = start
-
-    def unread(self, request):
-        return 1
-
-    def ready(self, request):
-        return True
-
-    def catch_up(self, requests):
-        return 0
 
     def make_passes(self, count):
         """Let a twentieth of a plain step go by for each."""

@@ -26,13 +26,8 @@ DEEPEST, PASS_SECONDS = 4, 0.05
 WRONG = -1
 
 
-class Model:
-    """A draft model of the CPU. right: the chance that a draft is right if the one before it is"""
-
-    name = "model"
-
-    def __init__(self, world, right):
-        self.world, self.right, self.asked = world, right, 0
+class Passes:
+    """What control asks of a drafter that runs passes: always ready, with one token unread."""
 
     def start(self, requests):
         """Do nothing."""
@@ -47,6 +42,15 @@ class Model:
 
     def catch_up(self, requests):
         return 0
+
+
+class Model(Passes):
+    """A draft model of the CPU. right: the chance that a draft is right if the one before it is"""
+
+    name = "model"
+
+    def __init__(self, world, right):
+        self.world, self.right, self.asked = world, right, 0
 
     def propose(self, requests, budget):
         self.asked += 1

@@ -79,10 +79,6 @@ class Chances:
         """Return the same by bucket. rows, buckets: arrays that broadcast"""
         return _limit(_shifted(self._share[buckets], self._shift[rows]))
 
-    def tries(self, confidences: Floats) -> Floats:
-        """Return how many drafts of such confidences were seen, the earlier ones counting less."""
-        return self._tries[EDGES.searchsorted(confidences, "right")] - PRIOR_WEIGHT
-
     def optimistic(self, rows: Ints, confidences: Floats, idle: Ints) -> Floats:
         """Return the optimistic estimate of the same: half a standard deviation higher, and more
         with each step in which the drafter was not called.

@@ -186,8 +186,6 @@ class DeviceTexts:
         index: [B] their rows in the engine's table
         texts: of each all that it has so far; None if it will be prefilled further
         """
-        if not self.max_requests:
-            return
         if self._tokens is None:
             shape = self.max_requests + 1, self.width
             self._tokens = torch.zeros(shape, dtype=torch.int32, device=self._table.device)

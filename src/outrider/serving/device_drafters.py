@@ -71,12 +71,10 @@ class DeviceDrafters:
         partial: which of them will be prefilled further
         """
         assert self._texts is not None
-        texts: list[Ints | None] = [
-            np.array([*req.origin_input_ids, *req.output_ids], np.int64) for req in reqs
-        ]
-        for r in partial.tolist():
-            texts[r] = None
-        self._texts.enter(reqs, index, texts)
+        if self._texts.max_requests:  # else nothing drafts from texts
+            chunks = {*partial.tolist()}
+            texts = [None if r in chunks else _text_of(req) for r, req in enumerate(reqs)]
+            self._texts.enter(reqs, index, texts)
         self._texts.append(index, lens, tokens)
 
     def append(self, index: Tensor, lens: Tensor, tokens: Tensor) -> None:
@@ -153,3 +151,8 @@ class DeviceDrafters:
         elif self._texts is not None:
             self._texts.close()
             self._held = None
+
+
+def _text_of(req: Any) -> Ints:
+    """Return all tokens that an engine's request has."""
+    return np.array([*req.origin_input_ids, *req.output_ids], np.int64)
